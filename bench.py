@@ -213,7 +213,7 @@ def library(model, temperature, prompts, rules, **more):
 Method = namedtuple("Method", "name decode drafter tree pair", defaults=(None, None, None))
 
 def builder(drafter, tree):
-    """The builder that --tree names, a calls.Call, for a drafter."""
+    """The builder that --tree names, a calls.Call, for a drafter.  UserError where it has none."""
     if isinstance(drafter, Cascade):
         if tree.name in ("chain", "drawn"):
             return getattr(drafter, tree.name)           # by the cascade itself
@@ -238,10 +238,18 @@ def methods_of(loaded, drafters, trees, temperature):
     methods = [Method("plain", partial(ours, None, verify.root_only)),
                Method("generate()", partial(library, loaded.model, temperature))]
     for call, tree in product(drafters, trees):
-        drafter = loaded.drafter(call)
-        pair = drafter, builder(drafter, tree)
-        methods.append(Method(f"{call.label} x {tree.label}", partial(ours, *pair), call.label,
-                              tree.label, pair))
+        name, drafter = f"{call.label} x {tree.label}", loaded.drafter(call)
+        try:
+            build = builder(drafter, tree)
+        except UserError as why:
+            loaded.notes.append(f"no {name}: {why}")
+            continue
+        if tree.name == "pct-cost" and not isinstance(drafter, Cascade):
+            drafter = priced.OnDemand(drafter)
+        methods.append(Method(name, partial(ours, drafter, build), call.label, tree.label,
+                              (drafter, build)))
+    if len(methods) == 2:
+        raise UserError(loaded.notes[-1])
     return methods
 
 # ---------------------------------------------------------------- measure
@@ -414,7 +422,8 @@ def parser():
     flag("--checkpoint", default=str(load.CHECKPOINTS), help="folder of the drafters, or of one")
     flag("--prompts", nargs="+", help="files of prompts (default: the project's own)")
     flag("--limit", type=int, help=f"maximum number of prompts (default: {FEW} of our own)")
-    flag("--template", help="chat template: a Jinja file (default: the target's)")
+    flag("--template", help="chat format: plain, question, vicuna, a file (default: the target's)")
+    flag("--template-args", help="for the template, as '{\"enable_thinking\": false}'")
     flag("--max-new-tokens", type=int, default=128, help="for each prompt")
     flag("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy")
     flag("--dtype", default="float32", help="float32, float16, bfloat16, float64, or auto")
@@ -430,7 +439,8 @@ def prepare(a):
     """The target and the prompts that the arguments name -> load.Loaded, [Prompt]"""
     loaded = load.Loaded(a.target, a.checkpoint, a.dtype, a.device, a.trust_remote_code, a.graphs)
     limit = a.limit or (None if a.prompts else FEW)
-    prompts = read_prompts(a.prompts or [PROMPTS], loaded, a.max_new_tokens, limit, a.template)
+    prompts = read_prompts(a.prompts or [PROMPTS], loaded, a.max_new_tokens, limit, a.template,
+                           a.template_args)
     return loaded, prompts
 
 def about_of(a, loaded, command):

@@ -40,17 +40,19 @@ hidden matrices, AdamW all else.  The learning rate rises for 2.5 % of the steps
 cosine to 0.  At the end each drafter gets a calibration temperature T, for which softmax(logits /
 T) predicts the target's own greedy text best (training/evaluate.py).
 
-Every ten minutes the state is saved: weights, optimisers and the step.  After an interruption the
-same command with --resume continues from there, bit for bit, as the text of a step follows from
-seed and step.
+Every ten minutes, and at Ctrl-C after the step, the state is saved: weights, optimisers and the
+step.  The same command with --resume continues from there, bit for bit, as the text of a step
+follows from seed and step.
 """
 import argparse
 import json
 import math
 import os
 import shlex
+import signal
 import sys
 import time
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,7 +91,8 @@ def parser():
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     flag("--data", nargs="+", required=True,
          help="files or folders of text, chats or token ids, or a folder that prepare.py made")
-    flag("--template", help="chat format: a Jinja file (default: the target's)")
+    flag("--template", help="chat format: plain, question, vicuna, a file (default: the target's)")
+    flag("--template-args", help="for the template, as '{\"enable_thinking\": false}'")
     flag("--length", type=int, default=512, help="tokens of a document that are seen together")
     flag("--steps", type=int, help="default: one epoch")
     flag("--batch", type=int, default=8, help="a step has this many times --length tokens")
@@ -117,11 +120,11 @@ def check(out, names, resume, overwrite):
 def pieces_of(index, length):
     """Cut documents into pieces of at most `length` tokens -> (m, 2): start, size
 
-    index (n, 2): start and size of each document.  A piece begins with the last token of the piece
-    before it, so that no label is lost.
+    index (n, 3): start, size and kind of text of each document.  A piece begins with the last token
+    of the piece before it, so that no label is lost.
     """
     pieces = []
-    for start, size in index.tolist():
+    for start, size, _ in index.tolist():
         for begin in range(0, size - 1, length - 1):
             pieces.append((start + begin, min(length, size - begin)))
     return np.array(pieces, "i8").reshape(-1, 2)
@@ -249,7 +252,7 @@ def update(modules, losses, optimizers, lr, step):
         optimizer.step()
         optimizer.zero_grad()
 
-# ---------------------------------------------------------------- processes
+# ---------------------------------------------------------------- processes and signals
 def rank_and_world():
     """The rank of this process and the world size, as torchrun sets them."""
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -265,6 +268,18 @@ def all_reduce(modules, losses):
                     weight.grad = torch.zeros_like(weight)
                 dist.all_reduce(weight.grad)
     return {name: loss.item() for name, loss in losses.items()}
+
+@contextmanager
+def noted_signals():
+    """Within this context, Ctrl-C and SIGTERM only append to the list that it yields."""
+    noted = []
+    before = {number: signal.signal(number, lambda *_: noted.append(1))
+              for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 # ---------------------------------------------------------------- the log and the state
 def log(out, row):
@@ -311,7 +326,8 @@ def train(a, calls, command):
     vocab, width = about_target["vocab_size"], about_target["hidden_size"]
 
     # The text
-    data = documents.load(a.data, tokenizer, a.template, vocab, out / "data")
+    data = documents.load(a.data, tokenizer, (a.template, a.template_args), about_target,
+                          out / "data", keep=a.resume)
     pieces = pieces_of(data.documents, a.length)
     total = int(pieces[:, 1].sum())
     if total <= a.length:
@@ -338,7 +354,7 @@ def train(a, calls, command):
 
     def measure(step):
         """Let the drafters decode, and log their metrics -> {name: metrics}"""
-        metrics = evaluate.measure(decoding, drafters, prompts)
+        metrics = evaluate.measure(decoding, drafters, prompts, data.kinds)
         log(out, {"step": step, "metrics": metrics})
         for name, found in metrics.items():
             if rank == 0:
@@ -349,35 +365,43 @@ def train(a, calls, command):
     start = resume(out, modules, optimizers, command) if a.resume else 0
     saved_at = time.monotonic()
     bar = tqdm(range(start, steps), total=steps, initial=start, unit="step", disable=rank > 0)
-    for step in bar:
-        # The forward of the frozen target, the losses of all drafters, backward.  A loss is the
-        # mean over all labels of the step, of which each process has some.
-        step_pieces = pieces_of_step(pieces, step_tokens, a.seed, step)
-        labels = max(1, labels_in(data.tokens, step_pieces))
-        losses = {name: torch.zeros((), device=target.device) for name in modules}
-        for batch_pieces in batches_of(step_pieces, batch_tokens)[rank::world]:
-            batch = frozen.batch(data.tokens, batch_pieces)
-            for name, module in modules.items():
-                block = block_of_step(module, a.seed, step)
-                with autocast:
-                    loss = masked_loss(module, batch, block) / labels
-                loss.backward()
-                losses[name] += loss.detach()
-        losses = all_reduce(modules, losses)
+    with noted_signals() as signals, bar:
+        for step in bar:
+            # The forward of the frozen target, the losses of all drafters, backward.  A loss is
+            # the mean over all labels of the step, of which each process has some.
+            step_pieces = pieces_of_step(pieces, step_tokens, a.seed, step)
+            labels = max(1, labels_in(data.tokens, step_pieces))
+            losses = {name: torch.zeros((), device=target.device) for name in modules}
+            for batch_pieces in batches_of(step_pieces, batch_tokens)[rank::world]:
+                batch = frozen.batch(data.tokens, batch_pieces)
+                for name, module in modules.items():
+                    block = block_of_step(module, a.seed, step)
+                    with autocast:
+                        loss = masked_loss(module, batch, block) / labels
+                    loss.backward()
+                    losses[name] += loss.detach()
+            # A signal to one process stops all of them after this step.
+            stopped = torch.tensor(float(len(signals)), device=target.device)
+            losses = all_reduce(modules, losses | {"stopped": stopped})
+            stopped = losses.pop("stopped") > 0
 
-        # Step
-        with autocast:                                   # of Muon's matrix products
-            update(modules, losses, optimizers, peak * cosine(step, steps), step)
-        done = step + 1
+            # Step
+            with autocast:                               # of Muon's matrix products
+                update(modules, losses, optimizers, peak * cosine(step, steps), step)
+            done = step + 1
 
-        # Log, evaluate, save
-        log(out, {"step": done, "loss": losses})
-        bar.set_postfix(losses, refresh=False)
-        if done % a.every == 0 and done < steps:
-            measure(done)
-        if rank == 0 and (time.monotonic() - saved_at > SAVE_SECONDS or done == steps):
-            save(out, done, modules, optimizers, command)
-            saved_at = time.monotonic()
+            # Log, evaluate, save
+            log(out, {"step": done, "loss": losses})
+            bar.set_postfix(losses, refresh=False)
+            if done % a.every == 0 and done < steps:
+                measure(done)
+            is_due = time.monotonic() - saved_at > SAVE_SECONDS or done == steps
+            if rank == 0 and (is_due or stopped):
+                save(out, done, modules, optimizers, command)
+                saved_at = time.monotonic()
+            if stopped:
+                raise UserError(f"stopped after {done} of {steps} steps: the same command with "
+                                "--resume goes on")
 
     # The checkpoints
     metrics = measure(steps)

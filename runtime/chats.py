@@ -3,35 +3,75 @@
     template = template_of(name, tokenizer)
     encode(document, tokenizer, template)         a text.Document's token ids, and which are labels
     prompt_ids(turns, tokenizer, template)        of a prompt: an answer begins after them
+    questions(document, tokenizer, ...)           the prompts of all questions of a chat
 """
 import json
+import re
+from collections import namedtuple
 from os.path import commonprefix
 from pathlib import Path
 
 import numpy as np
 
 from runtime.errors import UserError
+from runtime.files import parsed
 from runtime.program import first_line
-from runtime.text import LeftOut, Turn, fields_of
+from runtime.text import KINDS, LeftOut, Turn, questions_of
 
 # ---------------------------------------------------------------- chat templates
-# Of a tokenizer that has none
+# By name, in Jinja.  "plain" and "question" serve a tokenizer that has none of its own.
+PLAIN = ("{% for turn in messages %}{{ turn.role | upper }}: {{ turn.content }}\n\n{% endfor %}"
+         "{% if add_generation_prompt %}ASSISTANT:{% endif %}")
 QUESTION = (
     "{% for turn in messages %}"
     "{% if turn.role == 'user' %}Question: {{ turn.content }}\n"
     "{% elif turn.role == 'assistant' %}Answer: {{ turn.content }}\n{{ eos_token }}"
     "{% else %}{{ turn.content }}\n\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}Answer:{% endif %}")
+# FastChat's vicuna_v1.1: the tokenizer of Vicuna has no template.
+VICUNA = (
+    "{% set turns = messages %}"
+    "{% set system = \"A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions.\" %}"
+    "{% if turns and turns[0].role == 'system' %}"
+    "{% set system = turns[0].content %}{% set turns = turns[1:] %}{% endif %}"
+    "{{ bos_token }}{{ system }} "
+    "{% for turn in turns %}"
+    "{% if turn.role == 'user' %}USER: {{ turn.content }} "
+    "{% else %}ASSISTANT: {{ turn.content }}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}")
+TEMPLATES = {"plain": PLAIN, "question": QUESTION, "vicuna": VICUNA}
 
-def template_of(name, tokenizer):
-    """--template -> Jinja.  name: a file, or None for the tokenizer's own."""
+# source: Jinja.  arguments: {name: value} beside the messages, say {"enable_thinking": False}
+Template = namedtuple("Template", "source arguments")
+
+def template_of(name, tokenizer, arguments=None):
+    """--template and --template-args -> Template
+
+    name: a key of TEMPLATES, a file, or None for the tokenizer's own.  arguments: a JSON object.
+    """
+    arguments = parsed(arguments or "{}")
+    if not isinstance(arguments, dict):
+        raise UserError("--template-args is no JSON object, as '{\"enable_thinking\": false}' is")
     try:
-        if name is not None:
-            return Path(name).read_text(encoding="utf-8-sig")
-        return tokenizer.get_chat_template() if tokenizer.chat_template else QUESTION
+        if name in TEMPLATES:
+            source = TEMPLATES[name]
+        elif name is not None:
+            source = Path(name).read_text(encoding="utf-8-sig")
+        else:
+            source = tokenizer.get_chat_template() if tokenizer.chat_template else QUESTION
+        return Template(source, arguments)
     except (OSError, ValueError) as why:                 # ValueError: several, and no default
-        raise UserError(f"--template {name or 'is missing'} ({first_line(why)}): name a file with "
-                        "a Jinja template, such as training/vicuna.jinja") from None
+        raise UserError(f"--template {name or 'is missing'} ({first_line(why)}): choose "
+                        f"{' or '.join(TEMPLATES)}, or name a file with a Jinja template") from None
+
+def not_read(document, template):
+    """The fields of a Document that its turns do not have and the template does not read -> set"""
+    known = {*document.form.split(" + "), *KINDS, "held_out"}
+    passed = {name for turn in document.turns for name in turn.more} | {"tools"} & set(document.row)
+    read = {name for name in passed if re.search(rf"\b{re.escape(name)}\b", template.source)}
+    return {*document.row, *passed} - known - read
 
 def chat_text(turns, tokenizer, template, tools=None, ask=False):
     """The turns of a chat as text; LeftOut where the template does not take them.
@@ -42,12 +82,38 @@ def chat_text(turns, tokenizer, template, tools=None, ask=False):
     tools = json.loads(tools) if isinstance(tools, str) else tools
     try:
         return tokenizer.apply_chat_template(
-            messages, tools=tools, chat_template=template, tokenize=False,
-            add_generation_prompt=ask)
+            messages, tools=tools, chat_template=template.source, tokenize=False,
+            add_generation_prompt=ask, **template.arguments)
     except Exception as why:                             # a template is a program of somebody's
         raise LeftOut(f"the chat template refuses it ({first_line(why)})") from None
 
 # ---------------------------------------------------------------- documents -> token ids
+def answer_in(chat, tokenizer, template, tools):
+    """A chat that ends with an answer -> (text, (start, end) of the answer in it)"""
+    def text_of(turns, ask=False):
+        return chat_text(turns, tokenizer, template, tools, ask)
+    eos = tokenizer.eos_token
+    before, text = text_of(chat[:-1], ask=True), text_of(chat)
+    # Some templates ask with the beginning of a thought, which this answer may not have.
+    start, end = len(commonprefix((before, text))), len(text)
+    always_asks = text == text_of(chat, ask=True)
+    if not always_asks and (not eos or eos in text[start:]):
+        return text, (start, end)
+    # The template always ends with the next answer's beginning, which is no part of this one, or
+    # it may not end a last turn: what it writes before a next question tells.
+    try:
+        followed = text_of([*chat, Turn("user", "?", False)])
+    except LeftOut:
+        return text, (start, end)
+    common = len(commonprefix((text, followed)))
+    if always_asks:
+        end = max(start, common)
+    ends_at = followed.find(eos, start) if eos else -1
+    if ends_at >= 0 and common >= end and not followed[end:ends_at].strip():
+        end = ends_at + len(eos)
+        text = followed
+    return text[:end], (start, end)
+
 def answers_in(chat, tokenizer, template, tools):
     """A chat -> [(text, [(start, end)])]: texts to learn from, and where in them answers stand.
 
@@ -55,29 +121,12 @@ def answers_in(chat, tokenizer, template, tools):
     example without its reasoning.  Then each answer has a text of its own, which ends with it, as
     it does in decoding.
     """
-    def text_of(turns, ask=False):
-        return chat_text(turns, tokenizer, template, tools, ask)
-
-    eos, found = tokenizer.eos_token, []
-    for count, turn in enumerate(chat, 1):
-        if not turn.learned:
-            continue
-        before, text = text_of(chat[:count - 1], ask=True), text_of(chat[:count])
-        # Some templates ask with the beginning of a thought, which this answer may not have.
-        start = len(commonprefix((before, text)))
-        if eos and eos not in text[start:]:
-            # Some templates end a turn only where another one follows.
-            followed = text_of([*chat[:count], Turn("user", "?", False)])
-            if followed.startswith(text) and followed[len(text):].lstrip().startswith(eos):
-                text = followed[:followed.index(eos, len(text)) + len(eos)]
-        elif eos:
-            # What a template writes after its end of text is no part of an answer.
-            text = text[:text.rindex(eos) + len(eos)]
-        found.append((text, [(start, len(text))]))
-    whole = text_of(chat)
+    whole = chat_text(chat, tokenizer, template, tools)
+    found = [answer_in(chat[:i + 1], tokenizer, template, tools)
+             for i, turn in enumerate(chat) if turn.learned]
     if all(whole.startswith(text) for text, _ in found):
-        return [(whole, [span for _, [span] in found])]
-    return found
+        return [(whole, [span for _, span in found])]
+    return [(text, [span]) for text, span in found]
 
 def only_answers(ids, offsets, spans):
     """Token ids of a text -> array (n,), with ~id for each token that belongs to no answer.
@@ -123,10 +172,10 @@ def encode(document, tokenizer, template):
     chat as its template says, token ids as they are.  LeftOut where there is no label.
     """
     turns = document.turns
-    if not turns:
-        raise LeftOut(document.note)
+    if document.why:
+        raise LeftOut(document.why)
     if not any(turn.learned and turn.content for turn in turns):
-        raise LeftOut(f"it has no answer to learn ({document.note or fields_of(document.row)})")
+        raise LeftOut(f"no answer to learn is in {document.form} ({document.note})")
     if turns[0].role == "ids":
         parts = [[i if turn.learned else ~i for turn in turns for i in turn.content]]
     elif turns[0].role == "text":
@@ -155,3 +204,25 @@ def prompt_ids(turns, tokenizer, template, tools=None):
         return ids[own_part(ids, tokenizer)]
     text = chat_text(turns, tokenizer, template, tools, ask=True)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+def questions(document, tokenizer, name, vocab, answer, arguments=None):
+    """Yield the prompt of each question of a text.Document, as token ids.
+
+    name, arguments: as of template_of.  vocab: the target's vocabulary size.  answer(ids) -> text:
+    where the document has no answer to the question before, it is made by this.
+    """
+    template = template_of(name, tokenizer, arguments)
+    turns, ids = [], None
+    try:
+        for part in questions_of(document):
+            if turns and part[0].role == "user":         # nobody has answered the question before
+                turns.append(Turn("assistant", answer(ids), False))
+            turns += part
+            ids = prompt_ids(turns, tokenizer, template, document.row.get("tools"))
+            if not ids or max(ids) >= vocab:
+                raise UserError(f"{document.place} gives no tokens, or others than the target's "
+                                f"{vocab}: correct the row or --template")
+            yield ids
+    except LeftOut as why:
+        raise UserError(f"{document.place} asks nothing ({why}): correct the row or "
+                        "--template") from None

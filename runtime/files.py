@@ -1,7 +1,7 @@
 """User-supplied files and folders: which files they are, and the rows that each of them holds.
 
-    files_of(paths)      each file; of a folder those that are JSON or text by their names
-    rows_of(file)        (number of its line, row) for each of its rows
+    files_of(paths, flag)      (file, whether it was named itself) for each file
+    rows_of(file)              (number, row) for each of its rows
 
 A file is JSON lines, a JSON value, or text in UTF-8, which is one row, compressed by gzip or not.
 It is JSON where its name says so, or where it begins with a JSON object.
@@ -16,83 +16,97 @@ from runtime.errors import UserError
 from runtime.program import first_line
 
 JSON = (".json", ".jsonl", ".ndjson", ".jl")             # in any case, and before .gz
-TABLES = (".csv", ".tsv")                                # text, but its rows are not
+NAMES = (*JSON, ".txt")                                  # the files of a folder that are read
+# What to do with files of other formats, by the ends of their names
+TABLE = "make JSON lines of it, by pandas' to_json(orient='records', lines=True) for example"
+OTHERS = dict.fromkeys((".csv", ".tsv", ".xlsx", ".parquet", ".feather", ".arrow"), TABLE)
+OTHERS |= dict.fromkeys((".zip", ".tar", ".tgz", ".bz2", ".xz", ".zst"), "unpack it first")
 
-def files_of(paths):
-    """Yield files, and those in folders, but for hidden ones."""
+# ---------------------------------------------------------------- which files
+def files_of(paths, flag):
+    """Yield (file, is_named) for files, which are named, and for those in folders.
+
+    Of a folder hidden files are left out.  flag: what gave the paths, for the error.
+    """
     for given in map(str, paths):
-        if os.path.isdir(given):
+        if given and os.path.isdir(given):
             for path in sorted(Path(given).rglob("*")):
-                is_hidden = any(name.startswith(".") for name in path.relative_to(given).parts)
-                if suffix_of(path) in (*JSON, ".txt") and not is_hidden:
-                    yield path
-        elif os.path.exists(given):                      # a file, or a pipe
-            yield Path(given)
+                inner = path.relative_to(given)
+                if path.is_file() and not any(name.startswith(".") for name in inner.parts):
+                    yield path, False
+        elif given and os.path.exists(given):            # a file, or a pipe
+            yield Path(given), True
         else:
-            raise UserError(f"{given or 'an empty name'} does not exist: name files or folders")
+            raise UserError(f"{flag}: {given or 'an empty name'} does not exist: name files or "
+                            "folders")
 
 def suffix_of(path):
     """The end of a file's name in lower case, without .gz: ".jsonl"."""
-    return os.path.splitext(path.name.lower().removesuffix(".gz"))[1]
+    name = path.name.lower().removesuffix(".gz")
+    return os.path.splitext(name)[1]
 
-# ---------------------------------------------------------------- the rows of a file
+# ---------------------------------------------------------------- their rows
+def unreadable(path, number, why):
+    """The UserError for a line of a file."""
+    return UserError(f"line {number} of {path} cannot be read as text or JSON lines ({why}): "
+                     "correct it, or name another file")
+
 def lines_of(path):
     """Yield (number, text) for the lines of a file.  Only \\n ends one: JSON may hold U+2028."""
-    number = 1
+    number = 0
     try:
         with open(path, "rb") as stored:
-            is_zipped = stored.peek(2)[:2] == b"\x1f\x8b"
-            for number, line in enumerate(gzip.open(stored) if is_zipped else stored, 1):
+            zipped = path.suffix.lower() == ".gz" or stored.peek(2)[:2] == b"\x1f\x8b"
+            file = gzip.open(stored) if zipped else stored
+            for number, line in enumerate(file, 1):
                 if b"\0" in line:
-                    raise ValueError("it has NUL bytes, as UTF-16 has")
+                    raise ValueError("it holds NUL bytes: turn UTF-16 into UTF-8")
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
     except (OSError, EOFError, ValueError, zlib.error) as why:
-        raise UserError(f"line {number} of {path} cannot be read ({first_line(why)}): give text or "
-                        "JSON lines in UTF-8") from None
+        raise unreadable(path, max(number, 1), first_line(why)) from None
 
-def json_of(text):
-    """JSON text -> its value; None where it is none.
-
-    Half of a surrogate pair, which JSON may hold, becomes U+FFFD.
-    """
+def parsed(text, path=None, number=1):
+    """JSON text -> its value; where it is none, a UserError, or None if no path is given."""
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if "\\ud" in text.lower():
-        whole = json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass")
-        value = json.loads(whole.decode("utf-16", "replace"))
-    return value
-
-def row_of(text, path, number):
-    """As json_of, or a UserError.  number: of the line where the text begins."""
-    value = json_of(text)
-    if value is None:
-        raise UserError(f"line {number} of {path} is no JSON: correct it, or name another file")
-    return value
+        if "\\ud" in text.lower():
+            # JSON may write half of a surrogate pair alone: it becomes U+FFFD.
+            whole = json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass")
+            value = json.loads(whole.decode("utf-16", "replace"))
+        return value
+    except (ValueError, RecursionError) as why:
+        if path is None:
+            return None
+        line = number + getattr(why, "lineno", 1) - 1
+        raise unreadable(path, line, getattr(why, "msg", first_line(why))) from None
 
 def rows_of(path):
     """Yield (number, row) for the rows of a file.  number: of its line.
 
     A JSON value of several lines is one row; so is a text, as {"text": ...}.
     """
-    if suffix_of(path) in TABLES:
-        raise UserError(f"{path} is a table: make JSON lines of it")
-    is_json = suffix_of(path) in JSON
+    suffix = suffix_of(path)
+    if suffix in OTHERS:
+        raise UserError(f"{path} is neither text nor JSON lines: {OTHERS[suffix]}")
     lines, head = lines_of(path), ""
     for number, line in lines:
         head += line
         if line.strip():
             break
-    first = json_of(head)
-    if isinstance(first, dict) or is_json and first is not None:       # JSON lines
+    first = parsed(head)
+    if isinstance(first, dict):                          # JSON lines, read one after the other
         yield number, first
         for number, line in lines:
             if line.strip():
-                yield number, row_of(line, path, number)
+                yield number, parsed(line, path, number)
         return
     whole = head + "".join(line for _, line in lines)
-    if not is_json and not isinstance(json_of(whole), (dict, list)):
+    value = parsed(whole)
+    if suffix not in JSON and not isinstance(value, (dict, list)):
         yield 1, {"text": whole}
+    elif value is None and first is not None:            # lines of strings, or of lists
+        for number, line in enumerate(whole.split("\n"), 1):
+            if line.strip():
+                yield number, parsed(line, path, number)
     elif whole.strip():
-        yield 1, row_of(whole, path, 1)
+        yield 1, parsed(whole, path)

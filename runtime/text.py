@@ -1,51 +1,61 @@
 """User-supplied files: their rows become documents to learn from, or prompts to decode after.
 
-    documents(paths)      a Document for each row of files and folders
+    documents(paths)              a Document for each row of files and folders
+    prompt_rows(paths)            (kind, Document) for each row of files of prompts
+    questions_of(document)        what it asks, turn by turn
 
-A row is read by the names of its fields, in any case; null, "" and [] count as absent.  It is a
-chat, of which the answers are learned; or a text, which is learned, but for a prompt that begins
-it; or token ids.  turns_in() has the order in which this is tried.  A row that is not understood is
-left out with its reason, never in silence.
+runtime/files.py reads the files, runtime/chats.py makes token ids of documents and of prompts.
 
-runtime/files.py reads the files, runtime/chats.py makes token ids of documents.
+A row is read by the names of its fields, in any case.  The first line of this table that fits is
+taken; null, "" and [] count as absent:
+
+    the row has                     it becomes
+    one of CHATS                    a chat: a list of turns, each with a role and a content
+    prompt and answer, lists of     token ids, of which the answer is learned
+      token ids
+    prompt and a CONTINUATION       a text; what goes on after the prompt is learned
+    one of QUESTIONS and one of     a chat of two turns: the question, with a field of CONTEXTS
+      ANSWERS                       below it, and the answer.  `history` stands before it
+    any field with such a list      a chat
+    one of TEXTS                    a text, which is learned
+    one of QUESTIONS alone          a prompt: it is asked, but nothing can be learned
+    one of IDS                      token ids; learned are those that one of MASKS says, or all
+
+Of a chat the answers are learned.  A field of SYSTEM begins it.  Only strings, numbers and lists of
+text parts are text.  A row that is not understood is left out with its reason, never in silence.
 """
 import json
-from collections import namedtuple
-from itertools import groupby
+from collections import Counter, namedtuple
+from itertools import groupby, takewhile
 
-from runtime.files import files_of, json_of, rows_of
+from runtime.files import NAMES, files_of, parsed, rows_of, suffix_of
 
-# ---------------------------------------------------------------- the names of fields
-# Of a row.  A list of turns:
+# ---------------------------------------------------------------- the table of forms
 CHATS = ("conversations", "conversation", "messages", "chat", "turns")
-# A question, what goes below it, and an answer: two turns
 QUESTIONS = ("instruction", "question", "query", "problem", "prompt", "input", "inputs", "text",
              "user", "human")
 CONTEXTS = ("input", "context")
 ANSWERS = ("output", "response", "solution", "answer", "answers", "completion",
            "canonical_solution", "chosen", "target", "targets", "code", "assistant", "gpt")
-SYSTEM = ("system", "system_prompt", "system_message")
-# A text; and what goes on with a prompt
+CONTINUATIONS = ("completion", "canonical_solution")     # they go on with a prompt
 TEXTS = ("text", "content", "code")
-CONTINUATIONS = ("completion", "canonical_solution")
-# Token ids, and which of them are learned: labels are -100 where they are not, masks are 0
+SYSTEM = ("system", "system_prompt", "system_message")
 IDS = ("ids", "input_ids")
+# Of token ids, which of them are learned: labels are -100 where they are not, masks are 0
 MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
-# The kind of text that a row is
-KINDS = ("group", "category", "source")
+KINDS = ("group", "category", "source")                  # the kind of text that a row is
 
-# Of a turn
+# Of a message of a chat
 ROLE = ("role", "from")
 CONTENT = ("content", "value", "text", "parts")
-CALLS = ("tool_calls", "function_call")
-LEARNED = ("weight", "loss", "loss_mask", "train", "trainable")      # off: it is not learned
-
-OFF = ("0", "0.0", "-1", "false", "no", "off")           # a flag that says no, as a string
-TEXT_PARTS = ("text", "input_text", "output_text")       # types of the parts of a content
 ROLES = {"human": "user", "prompter": "user", "gpt": "assistant", "model": "assistant",
          "bing": "assistant", "chatgpt": "assistant", "bot": "assistant", "developer": "system",
          "function": "tool", "observation": "tool"}
 ROLES |= {role: role for role in ("user", "assistant", "system", "tool")}
+CALLS = ("tool_calls", "function_call")
+LEARNED = ("weight", "loss", "loss_mask", "train", "trainable")      # off: it is not learned
+OFF = ("0", "0.0", "-1", "false", "no", "off")           # a flag that says no, as a string
+TEXT_PARTS = ("text", "input_text", "output_text")       # types of the parts of a content
 
 HELD_OUT = 50                                            # every fiftieth row is held out
 
@@ -54,9 +64,10 @@ HELD_OUT = 50                                            # every fiftieth row is
 # the chat template
 Turn = namedtuple("Turn", "role content learned more", defaults=({},))
 # place: "row 3 of questions.jsonl".  kind: of text.  held_out: whether it is left for validation.
-# turns: [Turn], empty where the row is left out.  note: why it is, or what of it, or None.  row:
-# its fields, in lower case
-Document = namedtuple("Document", "place kind held_out turns note row")
+# form: the names of the fields that were read.  turns: [Turn], empty where the row is left out.
+# note: what of the row is left out, or None.  why: the reason why all of it is, or None.  row: its
+# fields, in lower case
+Document = namedtuple("Document", "place kind held_out form turns note why row")
 
 class LeftOut(Exception):
     """Why a row is left out: a phrase that is the same for all such rows."""
@@ -65,13 +76,13 @@ class LeftOut(Exception):
 def lowered(row):
     """A dict with its keys in lower case, without absent values.
 
-    Of two names that differ in case alone, the one in lower case is taken.
+    Of two names that differ in case alone, the one in lower case is taken; the other stays.
     """
     found = {}
-    for name in sorted(row, key=str.islower):
+    for name in sorted(row, key=lambda name: name != name.lower()):
         value = row[name]
         if (value.strip() if isinstance(value, str) else value) not in (None, "", []):
-            found[name.lower()] = value
+            found[name if name.lower() in found else name.lower()] = value
     return found
 
 def first_of(names, row):
@@ -83,17 +94,15 @@ def string_of(row, name):
     value = row.get(name, "")
     if isinstance(value, str):
         return value
-    if isinstance(value, (int, float)):                  # a boolean, too
+    if isinstance(value, (bool, int, float)):
         return json.dumps(value)
-    parts = value if isinstance(value, list) else [None]
-    if not all(is_text_part(part) for part in parts):
-        raise LeftOut(f"{name} is no text, or not text alone")
-    return "".join(part["text"] for part in parts)
-
-def is_text_part(part):
-    """Whether a part of a content is text: {"type": "text", "text": "..."}, or without its type"""
-    return (isinstance(part, dict) and part.get("type", "text") in TEXT_PARTS
-            and isinstance(part.get("text"), str))
+    if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
+        raise LeftOut(f"{name} is a {type(value).__name__}, and no text")
+    for part in value:
+        kind = part.get("type", "text")
+        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise LeftOut(f"{name} has a part of type {kind}, which is no text")
+    return "".join(part["text"] for part in value)
 
 def are_ids(value):
     """Whether a value is a list of token ids."""
@@ -107,10 +116,6 @@ def is_chat(value):
     """Whether a value is a list of turns, dicts with a role, or one turn."""
     first = value[0] if isinstance(value, list) and value else value
     return isinstance(first, dict) and any(name.lower() in ROLE for name in first)
-
-def fields_of(row):
-    """The names of a row's fields, for a report."""
-    return "its fields: " + (", ".join(list(row)[:8]) or "none")
 
 # ---------------------------------------------------------------- a row as turns
 def turn_of(message):
@@ -131,20 +136,23 @@ def turns_of(row, name):
 
     It is a list of messages, of pairs, or of strings, all of which a user says; or JSON of these.
     """
-    value = json_of(row[name]) if isinstance(row[name], str) else row[name]
+    value = parsed(row[name]) if isinstance(row[name], str) else row[name]
+    if value is None:
+        raise LeftOut(f"{name} is a string, and no list of turns")
     turns = []
     for one in value if isinstance(value, list) else [value]:
         if isinstance(one, list) and len(one) == 2:      # [question, answer]
             one = dict(zip(("human", "assistant"), one))
         if isinstance(one, str) and name == "turns":
-            one = {"role": "user", "content": one}
+            turns.append(Turn("user", one, False))
+            continue
         one = lowered(one) if isinstance(one, dict) else {}
         if first_of(ROLE, one):
             turns.append(turn_of(one))
         elif first_of(QUESTIONS, one):
-            turns += pair_in(one)
+            turns += pair_in(one)[1]
         else:
-            raise LeftOut(f"{name} is no list of turns with roles")
+            raise LeftOut(f"{name} has turns without a role")
     return turns
 
 def side_of(row, name, role):
@@ -154,61 +162,71 @@ def side_of(row, name, role):
     return [Turn(role, string_of(row, name), role == "assistant")]
 
 def pair_in(row):
-    """A question, with its answer if there is one -> [Turn]"""
+    """A question, with its answer if there is one -> names of the fields that were read, [Turn]"""
     question, answer = first_of(QUESTIONS, row), first_of(ANSWERS, row)
-    turns = side_of(row, question, "user")
+    fields, turns = [question], side_of(row, question, "user")
     context = first_of([name for name in CONTEXTS if name != question], row)
     if context and len(turns) == 1:
         turns = [Turn("user", f"{turns[0].content}\n{string_of(row, context)}", False)]
+        fields.append(context)
     if "history" in row:
         turns = turns_of(row, "history") + turns
+        fields.append("history")
     if answer:
         answers = side_of(row, answer, "assistant")
         begins_anew = answers[0].role != "assistant"     # it holds the question, too
         turns = answers if begins_anew else turns + answers
-    return turns
+        fields.append(answer)
+    return fields, turns
 
 def ids_in(row, name):
-    """Token ids, with labels or a mask if there are any -> [Turn]"""
+    """Token ids, with labels or a mask if there are any -> names of the fields read, [Turn]"""
     ids = row[name]
     mask = next((mask for mask in MASKS if isinstance(row.get(mask), list)), None)
-    marks = row.get(mask, ids)
-    if mask not in (None, "labels"):
-        marks = [token if mark else -100 for mark, token in zip(marks, ids)]
-    if len(marks) != len(ids) or any(mark not in (-100, i) for mark, i in zip(marks, ids)):
+    if mask is None:
+        return [name], [Turn("ids", ids, True)]
+    marks = row[mask]
+    learned = [mark != -100 if mask == "labels" else bool(mark) for mark in marks]
+    others = any(mark not in (-100, token) for mark, token in zip(marks, ids))
+    if len(marks) != len(ids) or mask == "labels" and others:
         raise LeftOut(f"{mask} are of other tokens than {name}")
     turns = []
-    for is_label, run in groupby(zip(marks, ids), key=lambda pair: pair[0] != -100):
+    for is_label, run in groupby(zip(learned, ids), key=lambda pair: pair[0]):
         turns.append(Turn("ids", [token for _, token in run], is_label))
-    return turns
+    return [name, mask], turns
 
 def turns_in(row):
-    """A row, a dict with its keys in lower case -> [Turn]"""
-    chat, text, ids = first_of(CHATS, row), first_of(TEXTS, row), first_of(IDS, row)
+    """A row, a dict with its keys in lower case -> names of the fields that were read, [Turn]"""
+    chat, text = first_of(CHATS, row), first_of(TEXTS, row)
     question, answer = first_of(QUESTIONS, row), first_of(ANSWERS, row)
-    prompt, more = row.get("prompt"), row.get(first_of(CONTINUATIONS, row))
+    more = first_of(CONTINUATIONS, row)
     if chat:
-        return turns_of(row, chat)
-    if are_ids(prompt) and are_ids(row.get("answer", [])):
-        return [Turn("ids", prompt, False), Turn("ids", row.get("answer", []), True)]
-    if isinstance(prompt, str) and isinstance(more, str):
-        return [Turn("text", prompt, False), Turn("text", more, True)]
+        return [chat], turns_of(row, chat)
+    if are_ids(row.get("prompt")) and are_ids(row.get("answer", [])):
+        learned = Turn("ids", row.get("answer", []), True)
+        return ["prompt", "answer"], [Turn("ids", row["prompt"], False), learned]
+    if isinstance(row.get("prompt"), str) and isinstance(row.get(more), str):
+        return ["prompt", more], [Turn("text", row["prompt"], False), Turn("text", row[more], True)]
     if question and answer:
         return pair_in(row)
-    for name in (*ANSWERS, *row):                        # a chat of any name
-        if isinstance(row.get(name), list) and is_chat(row[name]):
-            return turns_of(row, name)
+    lists = [name for name in (*ANSWERS, *row) if isinstance(row.get(name), list)]
+    spoken = next((name for name in lists if is_chat(row[name])), None)
+    if spoken:
+        return [spoken], turns_of(row, spoken)
     if "role" in row and text:
         raise LeftOut("it is a single message: a row holds all messages of a chat")
     if text:
-        return [Turn("text", string_of(row, text), True)]
-    if isinstance(prompt, str) and question == "prompt":
-        return [Turn("text", prompt, False)]
+        return [text], [Turn("text", string_of(row, text), True)]
+    if question == "prompt" and isinstance(row["prompt"], str):
+        return ["prompt"], [Turn("text", row["prompt"], False)]
     if question:
         return pair_in(row)
-    if ids and are_ids(row[ids]):
-        return ids_in(row, ids)
-    raise LeftOut(f"no known field holds a text or a question ({fields_of(row)})")
+    for name in IDS:
+        if are_ids(row.get(name)):
+            return ids_in(row, name)
+    if not row:
+        raise LeftOut("it is empty, or has no fields")
+    raise LeftOut("no known field holds a text or a question: " + ", ".join(list(row)[:8]))
 
 def tidied(turns):
     """A chat from its first question on, up to its first empty turn -> [Turn], note or None"""
@@ -225,30 +243,64 @@ def tidied(turns):
 
 def document_of(row, place, kind, number):
     """A row as a Document.  kind: where it names none.  number: of the row, for held_out."""
-    if isinstance(row, (str, list)):
-        row = {"text" if isinstance(row, str) else "messages": row}
+    form, turns, note, why = "", [], None, None
+    row = {"text": row} if isinstance(row, str) else row
+    row = {"messages": row} if isinstance(row, list) and is_chat(row) else row
     row = lowered(row) if isinstance(row, dict) else {}
     held_out = not is_off(row.get("held_out", number % HELD_OUT == 0))
-    named = row.get(first_of(KINDS, row))
-    kind = str(named) if isinstance(named, (str, int)) else kind
     try:
-        turns, note = turns_in(row), None
+        named = row.get(first_of(KINDS, row))
+        kind = str(named) if isinstance(named, (str, int)) else kind
+        fields, turns = turns_in(row)
+        form = " + ".join(fields)
         if turns[0].role not in ("text", "ids"):
             system = first_of(SYSTEM, row)
             if system and turns[0].role != "system":
                 turns = [Turn("system", string_of(row, system), False), *turns]
+                form = f"{system} + {form}"
             turns, note = tidied(turns)
+        if not note and not any(turn.learned for turn in turns):
+            note = "its fields: " + ", ".join(list(row)[:8])
     except LeftOut as left_out:
-        turns, note = [], str(left_out)
-    return Document(place, kind, held_out, turns, note, row)
+        turns, why = [], str(left_out)
+    return Document(place, kind, held_out, form, turns, note, why, row)
 
-def documents(paths):
-    """Yield a Document for each row of files and folders."""
+def documents(paths, flag="--data"):
+    """Yield a Document for each row of files and folders.  flag: what gave them."""
     number = 0
-    for path in files_of(paths):
+    for path, is_named in files_of(paths, flag):
         kind = path.name.partition(".")[0]
+        if not is_named and suffix_of(path) not in NAMES:
+            why = f"of a folder only {', '.join(NAMES)} are read: name other files one by one"
+            yield Document(str(path), kind, False, "", [], None, why, {})
+            continue
         for line, value in rows_of(path):
             are_rows = isinstance(value, list) and not is_chat(value)
             for place, row in enumerate(value, 1) if are_rows else [(line, value)]:
                 number += 1
                 yield document_of(row, f"row {place} of {path}", kind, number)
+
+# ---------------------------------------------------------------- rows as prompts
+def prompt_rows(paths):
+    """All rows of files of prompts, balanced by kind -> [(kind, Document)]"""
+    count, rows = Counter(), []
+    for document in documents(paths, "--prompts"):
+        count[document.kind] += 1
+        rows.append((count[document.kind], document.kind, document))
+    # The first row of each kind, then the second of each, and so on
+    rows.sort(key=lambda row: row[0])
+    return [row[1:] for row in rows]
+
+def questions_of(document):
+    """What a Document asks -> [[Turn]]: each question, after the turns since the one before.
+
+    Where a question follows another one directly, the answer between is left open.  LeftOut where
+    it asks nothing.
+    """
+    turns = document.turns
+    if turns and turns[0].role in ("text", "ids"):
+        return [list(takewhile(lambda turn: not turn.learned, turns)) or turns]
+    ends = [i for i, turn in enumerate(turns, 1) if turn.role == "user"]
+    if not ends:
+        raise LeftOut(document.why or f"no question is in {document.form}")
+    return [turns[start:end] for start, end in zip([0, *ends], ends)]

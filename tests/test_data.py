@@ -5,17 +5,16 @@ it, with their labels between brackets, or why it is left out, or the sentence t
 """
 import copy
 import gzip
+import io
 import json
-from types import SimpleNamespace
+import sys
 
 import numpy as np
 import pytest
 from helpers import tokenizer_of, write_rows
 from tokenizers.processors import TemplateProcessing
 
-import verify
-from conftest import ROOT
-from runtime import chats, prompts, text
+from runtime import chats, text
 from runtime.errors import UserError
 from training import documents, prepare
 
@@ -28,7 +27,9 @@ def tokenizer():
 
 def learned(tokenizer, template, *paths):
     """What is learned from files -> [text with marks], the report's lines"""
-    report, found = documents.Report(), []
+    report = documents.Report()
+    template = chats.template_of(template, tokenizer)
+    found = []
     try:
         for _, parts in documents.encoded(paths, tokenizer, template, 300, report):
             found += [documents.marked(ids, tokenizer) for ids in parts]
@@ -36,13 +37,6 @@ def learned(tokenizer, template, *paths):
         if "no text to learn from" not in str(why):
             raise
     return found, "\n".join(report.lines())
-
-def prompts_of(tokenizer, path, jinja):
-    """The prompts of a file as bench.py decodes after them, as text; the target answers "own"."""
-    target = SimpleNamespace(config=SimpleNamespace(vocab_size=300), remaining=lambda ids: 9)
-    loaded = SimpleNamespace(target=target, tokenizer=tokenizer, eos=0)
-    found = prompts.read_prompts([path], loaded, 9, template=jinja)
-    return [tokenizer.decode(prompt.ids) for prompt in found]
 
 # ---------------------------------------------------------------- rows
 def turns(*contents, role="role", content="content", names=("user", "assistant")):
@@ -62,25 +56,28 @@ ROWS = [
     ({"conversations": turns("q", "a", role="from", content="value", names=("human", "gpt"))}, QA),
     ({"Messages": turns("q", "a", names=("User", "MODEL"))}, QA),
     ({"messages": json.dumps([U, A])}, QA),
+    ({"messages": [{"from": None, "value": None, **turn} for turn in (U, A)]}, QA),
     ({"conversation": [{"human": "q", "assistant": "a"}]}, QA),
     (chat("q", "a", "b", "c"), "<user>q|<assistant>⟦a|⟧<user>b|<assistant>⟦c|⟧"),
     ({"system": "s", "conversations": [U, A]}, "<system>s|" + QA),
+    ({"messages": [{"role": "system", "content": None}, U, A]}, QA),
     (chat("q", names=("critic",)), "left out: a role is unknown: critic"),
-    ({"messages": "hi"}, "left out: messages is no list of turns"),
+    ({"messages": "hi"}, "left out: messages is a string, and no list of turns"),
     ({"contents": [{"role": "user", "parts": [{"text": "q"}]},
                    {"role": "model", "parts": [{"text": "a"}]}]}, QA),
     (U, "left out: it is a single message"),
     # which answers are learned
     ({"messages": [U, {**A, "weight": 0}, U, {**A, "weight": "1.0", "train": "yes"}]},
      "<user>q|<assistant>a|<user>q|<assistant>⟦a|⟧"),
-    *[({"messages": [U, {**A, name: value}]}, "left out: it has no answer to learn")
+    *[({"messages": [U, {**A, name: value}]}, "left out: no answer to learn is in messages")
       for name, value in (("weight", -1), ("train", "False"), ("loss_mask", 0))],
     ({"messages": [{"role": "system", "content": "s"}, A, U, A]}, "<system>s|" + QA),
     # contents
+    (chat("q", False), "<user>q|<assistant>⟦false|⟧"),
     (chat("q", PARTS), "<user>q|<assistant>⟦ab|⟧"),
     (chat("q", [{"type": "reasoning_text", "text": "r"}, *PARTS]),
-     "left out: content is no text, or not text alone"),
-    (chat(None, "a"), "left out: the rest of a chat, from a turn that is empty"),
+     "left out: content has a part of type reasoning_text"),
+    (chat(None, "a"), "left out: no answer to learn is in messages (the rest of a chat, from a"),
     (chat("q", "a", "", "b"), QA),
     ({"messages": [U, A, U, CALL, {"role": "tool", "content": "5"}, A]}, QA + "<user>q|"),
     ({"messages": [U, {**A, "tool_calls": []}, {"role": "function", "content": "5"}, A]},
@@ -94,41 +91,48 @@ ROWS = [
     ({"query": "q", "output": "a", "history": [["b", "c"]]}, "<user>b|<assistant>⟦c|⟧" + QA),
     ({"prompt": "q", "chosen": [U, A], "rejected": [U, A]}, QA),
     ({"prompt": [U], "completion": [A]}, QA),
+    ({"text": "q", "code": "a", "task_id": 1}, QA),                                          # MBPP
     ({"problem": "q", "solution": "a", "answer": "42"}, QA),                                 # MATH
     ({"Question": "q", "Answer": 42}, "<user>q|<assistant>⟦42|⟧"),                          # GSM8K
-    ({"question": "q", "reply_text": "a"}, "left out: it has no answer to learn (its"),
+    ({"question": "q", "reply_text": "a"}, "left out: no answer to learn is in question (its fiel"),
     # texts and token ids
     ("a text", "⟦a text</s>⟧"),
     ({"text": "a text</s>"}, "⟦a text</s>⟧"),
     ({"prompt": "def f():\n", "canonical_solution": "  pass"}, "def f():\n⟦  pass</s>⟧"),
     ({"prompt": [7, 8], "answer": [9, 10]}, "'(⟦)*⟧"),
     ({"input_ids": [7, 8, 9], "labels": [-100, 8, -100]}, "'⟦(⟧)"),
+    ({"input_ids": [7, 8], "text": "a text"}, "⟦a text</s>⟧"),
     ({"ids": [7, 8, 9], "completion_mask": [0, 0, 1]}, "'(⟦)⟧"),
     ({"ids": [7, 8], "labels": [7, 9]}, "left out: labels are of other tokens than ids"),
+    ({"ids": [7, 8], "labels": [7]}, "left out: labels are of other tokens than ids"),
     ({"ids": [5]}, "left out: it has a single token"),
-    ({"text": " "}, "left out: no known field holds a text or a question (its fields: none)"),
+    ({"text": " "}, "left out: it is empty"),
 ]
 
 # ---------------------------------------------------------------- files
 TWO = [{"text": "a"}, {"text": "b\u2028c"}]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in TWO)
 MARKED = ["⟦a</s>⟧", "⟦b\u2028c</s>⟧"]
-CHAT = "Question: q\nAnswer:⟦ a\n</s>⟧"
+PLAIN = "USER: q\n\nASSISTANT:⟦ a\n\n⟧"
 BOM = "\ufeff"
 # The name of a file, its content -> what is learned; or words of the sentence
 FILES = [
     ("x.JSONL", LINES.replace("\n", "\r\n"), MARKED),
+    ("x.jl", BOM + LINES, MARKED),
     ("x.json", json.dumps(TWO, indent=1), MARKED),
-    ("x.json", json.dumps([U, A]), [CHAT]),
+    ("x.json", json.dumps([U, A]), [PLAIN]),
     ("x.jsonl.gz", gzip.compress(LINES.encode()), MARKED),
     ("x.jsonl", '"a"\n\n"b\u2028c"\n', MARKED),
-    ("x.jsonl", json.dumps([U, A]) + "\n" + json.dumps([U, A]), [CHAT] * 2),
+    ("x.jsonl", json.dumps([U, A]) + "\n" + json.dumps([U, A]), [PLAIN] * 2),
     ("x.txt", BOM + "\na text\n", ["⟦\na text\n</s>⟧"]),
     ("x", "[1] a text", ["⟦[1] a text</s>⟧"]),
-    ("x.csv", "q,a\n", "x.csv is a table: make JSON lines of it"),
-    ("x.txt", LINES.encode("utf-16"), "it has NUL bytes, as UTF-16 has"),
-    ("x.jsonl", LINES + "{", "line 3 of .*x.jsonl is no JSON"),
-    ("x.json", '[\n{"a": 1},\n{"b"}]', "line 1 of .*x.json is no JSON"),
+    ("x.txt", "", "it is empty"),
+    ("x.jsonl", "\n", "holds no text to learn from: the files hold no rows"),
+    ("x.csv", "q,a\n", "make JSON lines of it, by pandas"),
+    ("x.tar.gz", b"", "unpack it first"),
+    ("x.txt", LINES.encode("utf-16"), "it holds NUL bytes: turn UTF-16 into UTF-8"),
+    ("x.jsonl", LINES + "{", "line 3 of .*x.jsonl cannot be read as text or JSON lines"),
+    ("x.json", '[\n{"a": 1},\n{"b"}]', "line 3 of .*x.json cannot be read"),
     ("x.txt", "a\nb\xff".encode("latin-1"), "line 2 of .*x.txt cannot be read"),
     ("x.jsonl.gz", gzip.compress(LINES.encode())[:-9], "cannot be read"),
 ]
@@ -139,20 +143,21 @@ def test_what_is_learned_from_a_file(tokenizer, tmp_path, name, content, expecte
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
-            list(documents.encoded([path], tokenizer, chats.QUESTION, 300, documents.Report()))
+            list(documents.encoded([path], tokenizer, chats.PLAIN, 300, documents.Report()))
     else:
-        assert learned(tokenizer, chats.QUESTION, path)[0] == expected
+        assert learned(tokenizer, "plain", path)[0] == expected
 
 def test_of_a_folder_only_json_and_text_is_read(tokenizer, tmp_path):
-    """Hidden files are left out."""
+    """Other files are named in the report; hidden ones are left out."""
     top = tmp_path / "data"
     for name in ("b.txt", "a.TXT", ".c.txt", "d/e.txt", ".git/f.txt", "README.md", "d/x.csv"):
         (top / name).parent.mkdir(parents=True, exist_ok=True)
         (top / name).write_text(name)
-    found, _ = learned(tokenizer, "", top)
+    found, report = learned(tokenizer, None, top)
     assert found == [f"⟦{name}</s>⟧" for name in ("a.TXT", "b.txt", "d/e.txt")]
-    for path in ("", tmp_path / "no"):
-        with pytest.raises(UserError, match="does not exist"):
+    assert "2 left out: of a folder only .json" in report and "README.md" in report
+    for path, words in (("", "an empty name"), (tmp_path / "no", "does not exist")):
+        with pytest.raises(UserError, match=f"--data: .*{words}"):
             list(text.documents([path]))
 
 # ---------------------------------------------------------------- templates and labels
@@ -171,7 +176,7 @@ ENDS_NO_LAST_TURN = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if 
 FOUR = turns("add a", "a + b", "return", "return b")
 # A template, and a chat -> what is learned: a text, or several
 LABELS = [
-    (chats.QUESTION, FOUR, "Question: add a\nAnswer:⟦ a + b\n</s>⟧Question: return\n"
+    ("question", FOUR, "Question: add a\nAnswer:⟦ a + b\n</s>⟧Question: return\n"
                        "Answer:⟦ return b\n</s>⟧"),
     (THINKS, FOUR, ["<user>add a|<assistant>⟦(thought) a + b|⟧",
                     "<user>add a|<assistant>a + b|<user>return|"
@@ -182,6 +187,7 @@ LABELS = [
     (ENDS_NO_LAST_TURN, FOUR, ["<user>add a</s><assistant>⟦a + b</s>⟧",
                                "<user>add a</s><assistant>a + b</s><user>return</s><assistant>"
                                "⟦return b</s>⟧"]),
+    ("{{ raise_exception('no') }}", [U, A], "left out: the chat template refuses it (no)"),
     ("{% for %}", [U, A], "left out: the chat template refuses it"),
     ("{{ x }}", [U, A], "left out: it has a single token, or an answer that the template does not"),
 ]
@@ -189,6 +195,9 @@ LABELS = [
 @pytest.mark.parametrize("template, row, expected", [(TAGS, *row) for row in ROWS] + LABELS,
                          ids=lambda value: str(value)[:60])
 def test_what_is_learned_from_a_row(tokenizer, tmp_path, template, row, expected):
+    if template not in chats.TEMPLATES:
+        (tmp_path / "t.jinja").write_text(BOM + template)
+        template = str(tmp_path / "t.jinja")
     path = write_rows(tmp_path / "rows.jsonl", [row])
     found, report = learned(tokenizer, template, path)
     if isinstance(expected, str) and expected.startswith("left out"):
@@ -196,12 +205,17 @@ def test_what_is_learned_from_a_row(tokenizer, tmp_path, template, row, expected
     else:
         assert found == ([expected] if isinstance(expected, str) else expected)
 
-@pytest.mark.parametrize("name", [None, ROOT / "training" / "vicuna.jinja"])
-def test_a_prompt_is_the_beginning_of_what_is_learned(tokenizer, tmp_path, name):
+@pytest.mark.parametrize("template", ["plain", "vicuna", "question"])
+def test_a_prompt_is_the_beginning_of_what_is_learned(tokenizer, tmp_path, template):
+    jinja = chats.template_of(template, tokenizer)
     path = write_rows(tmp_path / "x.jsonl", [FOUR])
-    [whole], _ = learned(tokenizer, chats.template_of(name, tokenizer), path)
+    [whole], _ = learned(tokenizer, template, path)
     whole = whole.replace("⟦", "").replace("⟧", "")
-    for prompt, answer in zip(prompts_of(tokenizer, path, name), ("a + b", "return b")):
+    document, = text.documents([path])
+    asked = []
+    for part, answer in zip(text.questions_of(document), ("a + b", "return b")):
+        asked += part
+        prompt = tokenizer.decode(chats.prompt_ids(asked, tokenizer, jinja))
         assert whole.startswith(prompt) and whole[len(prompt):].lstrip().startswith(answer)
 
 def test_a_text_begins_and_ends_once_and_a_prompt_does_not_end(tokenizer, tmp_path):
@@ -213,32 +227,48 @@ def test_a_text_begins_and_ends_once_and_a_prompt_does_not_end(tokenizer, tmp_pa
     rows = [{"text": "a b"}, {"text": "</s>a b"}, {"prompt": "a", "completion": " b"},
             {"messages": [U, A]}]
     path = write_rows(tmp_path / "x.jsonl", rows)
-    found, _ = learned(own, own.chat_template, path)
+    found, _ = learned(own, None, path)
     assert found == ["⟦</s>a b</s>⟧", "⟦</s>a b</s>⟧", "</s>a⟦ b</s>⟧", "</s>" + QA]
-    assert prompts_of(own, path, None) == ["</s>a b", "</s>a b", "</s>a",
-                                           "</s><user>q|<assistant>"]
+    template = chats.template_of(None, own)
+    prompts = [chats.prompt_ids(text.questions_of(document)[0], own, template)
+               for document in text.documents([path])]
+    asked = ["</s>a b", "</s>a b", "</s>a", "</s><user>q|<assistant>"]
+    assert list(map(own.decode, prompts)) == asked
 
-def test_the_template_is_the_tokenizers_or_a_file(tokenizer, tmp_path):
+def test_templates_by_name(tokenizer):
     own = copy.deepcopy(tokenizer)
-    assert chats.template_of(None, own) == chats.QUESTION, "it has none"
+    assert chats.template_of(None, own).source == chats.QUESTION, "it has none"
     for own.chat_template in (TAGS, {"default": TAGS, "tools": "x"}):
-        assert chats.template_of(None, own) == TAGS
-    (tmp_path / "t.jinja").write_text(BOM + TAGS)
-    assert chats.template_of(tmp_path / "t.jinja", own) == TAGS
+        assert chats.template_of(None, own).source == TAGS
     own.chat_template = {"tools": "x", "rag": "y"}
     for name, words in ((None, "is missing"), ("bush", "bush")):
-        with pytest.raises(UserError, match=f"--template .*{words}.*name a file"):
+        with pytest.raises(UserError, match=f"--template .*{words}.*choose plain or question"):
             chats.template_of(name, own)
+    for arguments in ("{", "[]"):
+        with pytest.raises(UserError, match="--template-args is no JSON object"):
+            chats.template_of("plain", own, arguments)
 
-def test_tools_and_reasoning_reach_the_template(tokenizer, tmp_path):
-    """As Qwen3's reads them: when learning and when asking."""
-    reads = TAGS.replace("<{{ m.role }}>", "<{{ m.role }}>{{ m.reasoning_content }}")
-    (tmp_path / "t.jinja").write_text("{% if tools %}[{{ tools[0].name }}]{% endif %}" + reads)
-    row = {"messages": [U, {**A, "reasoning_content": "(r)"}], "tools": [{"name": "add"}]}
+# As Qwen3's: tools, a name, an answer's reasoning, and a switch.
+READS_MORE = ("{% if tools %}[{{ tools[0].name }}]{% endif %}"
+              "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content and thinks %}"
+              "({{ m.reasoning_content }}){% endif %}{{ m.content }}|{% endfor %}"
+              "{% if add_generation_prompt %}<assistant>{% endif %}")
+
+def test_what_a_template_can_read_reaches_it(tokenizer, tmp_path):
+    """Reasoning, tools and arguments, when learning and when asking; all else is named."""
+    (tmp_path / "t.jinja").write_text(READS_MORE)
+    row = {"messages": [{**U, "value": "second"}, {**A, "reasoning_content": "r"}],
+           "tools": [{"name": "add"}], "Messages": "again", "id": 3}
     path = write_rows(tmp_path / "x.jsonl", [row])
-    template = chats.template_of(tmp_path / "t.jinja", tokenizer)
-    assert learned(tokenizer, template, path)[0] == ["[add]<user>q|<assistant>⟦(r)a|⟧"]
-    assert prompts_of(tokenizer, path, tmp_path / "t.jinja") == ["[add]<user>q|<assistant>"]
+    template = chats.template_of(tmp_path / "t.jinja", tokenizer, '{"thinks": true}')
+    report = documents.Report()
+    [(document, [ids])] = documents.encoded([path], tokenizer, template, 300, report)
+    assert documents.marked(ids, tokenizer) == "[add]<user>q|<assistant>⟦(r)a|⟧"
+    assert "not read: Messages, id, value" in report.lines()[0]
+    [asked] = chats.questions(document, tokenizer, str(tmp_path / "t.jinja"), 300, None)
+    assert tokenizer.decode(asked) == "[add]<user>q|<assistant>"
+    _, report = learned(tokenizer, "plain", path)
+    assert "not read: Messages, id, reasoning_content, tools, value" in report
 
 def test_labels_are_found_by_the_ends_of_tokens():
     """From the first token that reaches into an answer; a special token's offset may be (0, 0)."""
@@ -247,12 +277,15 @@ def test_labels_are_found_by_the_ends_of_tokens():
     assert np.array_equal(found, [~0, ~1, 2, 3, 4, ~5])
 
 # ---------------------------------------------------------------- prompts
-def test_prompts_are_balanced_by_kind(tokenizer, tmp_path):
+def test_prompts_are_balanced_by_kind(tmp_path):
     """The kind is group, category or source, or the file's name."""
     rows = [{"text": "a0", "group": "a"}, {"text": "a1", "category": "a"}, {"text": "x0"},
             {"text": "30", "source": 3}, {"text": "a2", "group": "a"}, {"text": "x1", "source": {}}]
     path = write_rows(tmp_path / "x.y.jsonl", rows)
-    assert prompts_of(tokenizer, path, None) == ["a0", "x0", "30", "a1", "x1", "a2"]
+    found = text.prompt_rows([path])
+    asked = [(kind, document.turns[0].content) for kind, document in found]
+    assert asked == [("a", "a0"), ("x", "x0"), ("3", "30"), ("a", "a1"), ("x", "x1"), ("a", "a2")]
+    assert found[1][1].place == f"row 3 of {path}"
 
 # A row -> its questions, each after what comes before it; or words of the reason
 QUESTIONS = [
@@ -264,54 +297,62 @@ QUESTIONS = [
     ({"prompt": "def f():\n", "canonical_solution": "  pass"}, ["def f():\n"]),
     ({"prompt": "a"}, ["a"]),
     ({"ids": [7, 8, 9, 10], "labels": [-100, 8, -100, 10]}, ["'"]),
-    ({"messages": [A]}, "asks nothing .the assistant's turns"),
-    ({"ids": [300]}, "others than the target's"),
+    ({"messages": [A]}, "no question is in messages"),
 ]
 
 @pytest.mark.parametrize("row, expected", QUESTIONS, ids=lambda value: str(value)[:60])
-def test_what_a_row_asks(tokenizer, tmp_path, monkeypatch, row, expected):
-    own = SimpleNamespace(tokens=tokenizer("own")["input_ids"])
-    monkeypatch.setattr(verify, "generate", lambda *given, **more: own)
+def test_what_a_row_asks(tokenizer, tmp_path, row, expected):
     (tmp_path / "t.jinja").write_text(TAGS)
-    path = write_rows(tmp_path / "x.jsonl", [row])
+    document, = text.documents([write_rows(tmp_path / "x.jsonl", [row])])
+    asked = chats.questions(document, tokenizer, tmp_path / "t.jinja", 300, lambda ids: "own")
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
-            prompts_of(tokenizer, path, tmp_path / "t.jinja")
+            list(asked)
     else:
-        assert prompts_of(tokenizer, path, tmp_path / "t.jinja") == expected
+        assert [tokenizer.decode(ids) for ids in asked] == expected
 
 # ---------------------------------------------------------------- prepared data
 def test_a_prepared_folder_holds_documents_as_they_are_encoded(tmp_path, tokenizer):
-    """Every fiftieth is held out, if it does not say; ids as they are.
+    """Every fiftieth is held out, if it does not say; ids as they are; kinds by number.
 
     Its template need not be named again; another one, or another tokenizer, is refused.
     """
-    rows = [{"ids": [i, i, i]} for i in range(1, 101)]
+    rows = [{"ids": [i, i, i], "source": "ab"[i % 2]} for i in range(1, 101)]
     rows[2]["held_out"], rows[99]["held_out"] = True, "false"
-    rows.append({"prompt": [7, 8], "answer": [9]})
+    rows.append({"prompt": [7, 8], "answer": [9], "target": "0123abcd", "source": "b"})
     path, folder = write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "out"
-    documents.prepare([path], tokenizer, TAGS, 300, folder)
+    documents.prepare([path], tokenizer, chats.template_of("plain", tokenizer), 300, folder)
     data = documents.read(folder, tokenizer)
-    learned, held = ([data.tokens[start:start + size].tolist() for start, size in index]
-                     for index in (data.documents, data.held_out))
-    assert held == [[3] * 3, [50] * 3]
-    assert learned == [[i] * 3 for i in range(1, 101) if i not in (3, 50)] + [[~7, ~8, 9]]
-    assert [line.strip() for line in data.report] == [
-        f"101 read as token ids (row 1 of {path}, row 2 of {path}, row 3 of {path}, ...)",
-        "301 of 303 tokens are learned"]
-    for other, template, words in ((tokenizer, "another", "another --template"),
-                                   (tokenizer_of("other text"), TAGS, "another tokenizer")):
+    learned, held = ([(data.kinds[kind], data.tokens[start:start + size].tolist())
+                      for start, size, kind in index] for index in (data.documents, data.held_out))
+    assert held == [("b", [3] * 3), ("a", [50] * 3)]
+    assert learned == [("ab"[i % 2], [i] * 3) for i in range(1, 101) if i not in (3, 50)] + [
+        ("b", [~7, ~8, 9])]
+    assert data.written_by == ["0123abcd"] and "1 read as prompt + answer" in data.report[1]
+    for other, template, words in ((tokenizer, "question", "another --template"),
+                                   (tokenizer_of("other text"), "plain", "another tokenizer")):
         with pytest.raises(UserError, match=f"was prepared with {words}"):
-            documents.read(folder, other, template)
+            documents.read(folder, other, chats.template_of(template, other))
 
-def test_show_prints_documents_and_writes_nothing(tokenizer, tmp_path, capsys):
-    """The first of each kind, their labels between brackets."""
+def test_show_prints_documents_and_writes_nothing(tokenizer, tmp_path, monkeypatch):
+    """The first of each form, their labels between brackets; also where stdout is ASCII."""
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     rows = [{"text": f"def add{i}"} for i in range(4)] + [{"question": "add", "answer": "a"}]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    argv = [str(path), "--tokenizer", str(tmp_path / "tokenizer"), "--show", "3"]
-    assert prepare.main(argv) == 0
-    out = capsys.readouterr().out
-    assert [f"⟦def add{i}</s>⟧" in out for i in range(4)] == [True] * 3 + [False]
-    assert "Question: add\nAnswer:⟦ a" in out and "1 read as a chat" in out
+    argv = [str(path), "--tokenizer", str(tmp_path / "tokenizer"), "--template", "question"]
+    for encoding, (begin, end) in (("utf-8", "⟦⟧"), ("ascii", "??")):
+        written = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+        assert prepare.main([*argv, "--show", "3"]) == 0
+        sys.stdout.flush()
+        out = written.getvalue().decode(encoding)
+        shown = [f"{begin}def add{i}</s>{end}" in out for i in range(4)]
+        assert shown == [True] * 3 + [False] and f"Question: add\nAnswer:{begin} a" in out
+        assert "4 read as text: " in out and "1 read as question + answer: " in out
     assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "tokenizer"}
+
+def test_data_without_a_prompt_is_told_so(tokenizer, tmp_path):
+    path = write_rows(tmp_path / "y.jsonl", [{"question": "q", "held_out": True}] * 3)
+    template = chats.template_of("plain", tokenizer)
+    with pytest.raises(UserError, match="holds no prompt to ask: 3 left out: it is held out"):
+        documents.prompts_in([path], tokenizer, template, 99)

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shlex
+import signal
 import socket
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ import train
 import verify
 from runtime import families, load
 from runtime.errors import UserError
-from training import documents, evaluate, models, muon
+from training import documents, evaluate, models, muon, prepare
 
 NAMES = {"glide": "glide(width=16)", "edd": "edd(hidden=2)", "eagle": "eagle",
          "small": "small(loss='ce')", "own": "own=glide-shared(feed_forward=16, words=20)"}
@@ -60,25 +61,25 @@ def about_of(out, name):
     return json.loads((out / name / "training.json").read_text())
 
 # ---------------------------------------------------------------- going on
-@pytest.mark.parametrize("optimizer, names", [("adamw", ["small", "own"]),
-                                              ("muon", ["glide", "edd"])])
+@pytest.mark.parametrize("number, optimizer, names", [
+    (signal.SIGINT, "adamw", ["small", "own"]), (signal.SIGTERM, "muon", ["glide", "edd"])])
 def test_a_resumed_run_is_bit_for_bit_an_uninterrupted_one(
-        target, tmp_path, monkeypatch, capsys, optimizer, names):
+        target, tmp_path, monkeypatch, capsys, number, optimizer, names):
     """By the same command alone; what is used is replaced by --overwrite alone."""
     def one(folder, *more):
         return flags(target, tmp_path / folder, "--optimizer", optimizer, *more, names=names)
 
     def interrupted(*given):
-        if given[-1] == 3:
-            raise KeyboardInterrupt
+        if given[-1] == 2:
+            signal.raise_signal(number)
         return pieces_of_step(*given)
     pieces_of_step, state = train.pieces_of_step, tmp_path / "cut" / "state.pt"
     assert train.main(one("whole")) == 0
     refused(capsys, one("cut", "--resume"), "--resume: there is no interrupted run", train.main)
     with monkeypatch.context() as patch:
-        patch.setattr(train, "SAVE_SECONDS", 0)
         patch.setattr(train, "pieces_of_step", interrupted)
-        assert train.main(one("cut")) == 130
+        refused(capsys, one("cut"), "stopped after 3 of 4 steps: the same command with --resume "
+                "goes on", train.main)
     assert torch.load(state, weights_only=True)["step"] == 3
     refused(capsys, one("cut"), "state.pt is there already", train.main)
     refused(capsys, one("cut", "--seed", "1", "--resume"), "repeat the interrupted run's command, "
@@ -161,8 +162,19 @@ def test_training_learns_and_writes_a_log_and_drafters(target, tmp_path):
     assert drafter.temperature == last["glide"]["temperature"] != 1
     data = documents.read(out / "data", tokenizer)
     prompts = evaluate.prompts_of(data.tokens, data.held_out, 40)
-    again = evaluate.measure(verify.Target(model), {"glide": drafter}, prompts)
+    again = evaluate.measure(verify.Target(model), {"glide": drafter}, prompts, data.kinds)
     assert again["glide"]["tau"] == pytest.approx(last["glide"]["tau"], rel=0.2)
+
+def test_text_of_another_target_and_no_held_out_text_are_told(target, tmp_path, capsys):
+    """Also of a folder that was prepared."""
+    rows = [{"prompt": list(range(9)), "answer": list(range(9, 40)), "target": "another"}] * 20
+    data, ready = str(write_rows(tmp_path / "rows.jsonl", rows)), str(tmp_path / "ready")
+    assert prepare.main([data, "--tokenizer", str(target / "model"), "--out", ready]) == 0
+    argv = flags(target, tmp_path / "out", "--data", ready, "--steps", "1", names=["glide"])
+    assert train.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "warning: --data has text that another model than --target wrote" in out
+    assert "no text is held out: drafters are measured on what they learn" in out
 
 # ---------------------------------------------------------------- processes
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
@@ -256,7 +268,7 @@ def test_the_commands_of_the_documentation_are_understood():
 # ---------------------------------------------------------------- pieces, steps, parts
 def test_pieces_are_documents_or_batches_of_them():
     """Parts overlap by a token, so that every token but a document's first is a label once."""
-    index = np.array([[0, 10], [13, 1], [14, 5], [28, 4]])
+    index = np.array([[0, 10, 1], [13, 1, 0], [14, 5, 0], [28, 4, 2]])
     pieces = train.pieces_of(index, 4)
     expected = [[0, 4], [3, 4], [6, 4], [14, 4], [17, 2], [28, 4]]
     assert pieces.tolist() == expected, "one token alone has no label"
@@ -357,27 +369,28 @@ def test_a_batch_is_the_targets_own_forward(llama, texts, kv, hidden, logits):
 def test_alpha_and_tau_are_those_of_chains_of_five(llama, monkeypatch):
     """A drafter that is wrong at each seventh position: the counts follow from the positions."""
     monkeypatch.setattr(evaluate, "NEW", 23)
-    prompt = [3, 1, 4]
+    prompt, kind = [3, 1, 4], 1
     text = prompt + plain(llama, prompt, 24)
 
     def at(position):
         token = text[position] if position < len(text) else 0
         return F.one_hot(torch.tensor((token + (position % 7 == 0)) % 12), 12) * 3.0
     drafters = {"x": Positional(at)}
-    found = evaluate.measure(verify.Target(llama), drafters, [prompt])
+    found = evaluate.measure(verify.Target(llama), drafters, [(prompt, kind)], ["a", "b"])
     # The prefill's token has position 3.  Rounds from the roots at 3, 7, 13, 14, 20 and 21 draft
     # 4 5 6 and 7, wrong; 8 to 12; 14, wrong; 15 to 19; 21, wrong; 22 to 24, and the output ends.
     assert found["x"]["alpha"] == (3 + 5 + 0 + 5 + 0 + 3) / (4 + 5 + 1 + 5 + 1 + 3)
     assert found["x"]["tau"] == (4 + 6 + 1 + 6 + 1 + 4) / 6
+    assert found["x"]["by_kind"] == {"b": {key: found["x"][key] for key in ("alpha", "tau")}}
 
 def test_prompts_are_what_comes_before_an_answer():
-    """Of a text its first half; all leave room for what is decoded."""
+    """Of a text its first half; the kinds alternate; all leave room for what is decoded."""
     tokens = np.arange(1, 101, dtype="i4")
     tokens[:5], tokens[60:90] = ~tokens[:5], ~tokens[60:90]
-    index = np.array([[0, 20], [20, 10], [30, 30], [60, 40]])
+    index = np.array([[0, 20, 0], [20, 10, 1], [30, 30, 1], [60, 40, 0]])
     found = evaluate.prompts_of(tokens, index, 30)
-    assert all(ids in ([1, 2, 3, 4, 5], [*range(21, 26)], [*range(31, 46)]) for ids in found)
-    assert len(found) == 2 and found[0] != found[1]
+    assert found[0] == ([1, 2, 3, 4, 5], 0) and [kind for _, kind in found] == [0, 1]
+    assert found[1][0] in ([21, 22, 23, 24, 25], list(range(31, 46)))
 
 def test_the_temperature_is_found_again():
     """Choices sampled from softmax(logits / T): the fit finds T, as a search of the grid does."""

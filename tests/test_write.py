@@ -5,43 +5,45 @@ import numpy as np
 import pytest
 import torch
 from conftest import plain, tiny
-from helpers import rows_of, write_rows
+from helpers import refused, rows_of, write_rows
 
 import maxgram
-from runtime import load
-from runtime.errors import UserError
-from training import bigram, documents, write
+from runtime import chats, load
+from training import batched, bigram, documents, standin, write
 
 # ---------------------------------------------------------------- texts
 @pytest.mark.parametrize("name", ["llama", "mistral", "GPT2LMHeadModel", "BloomForCausalLM"])
 def test_each_text_is_the_models_own(name):
-    """Seven prompts in batches of three: what the model writes alone, to the length or its end."""
+    """Seven prompts in batches of three: what the model writes alone, to its length or end."""
     # In float32: eager attention makes infinities of a float64 mask.
     model = tiny(name).float()
     model.generation_config.eos_token_id = [3, 7]
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(1, 12, size).tolist() for size in (1, 5, 9, 1, 3, 20, 6)]
-    found = dict(write.write(model, prompts, 22, 3))
+    sizes, new = (1, 5, 9, 1, 3, 20, 6), (12, 9, 1, 15, 3, 13, 4)
+    prompts = [rng.integers(1, 12, size).tolist() for size in sizes]
+    lengths = [size + count for size, count in zip(sizes, new)]
+    found = dict(batched.write(model, prompts, lengths, 3))
     for number, prompt in enumerate(prompts):
-        text = plain(model, prompt, 22 - len(prompt))
+        text = plain(model, prompt, new[number])
         ends = [n for n, token in enumerate(text, 1) if token in (3, 7)]
-        assert found[number] == text[:min([*ends, len(text)])]
+        assert found[number] == prompt + text[:min([*ends, len(text)])]
 
 def test_sampled_texts_have_the_models_distribution(llama):
     """The first token of 3 000 texts after one prompt against softmax(logits / T)."""
     n, prompt = 3000, [1, 2, 3]
     torch.manual_seed(0)
-    first = torch.tensor([ids[0] for _, ids in write.write(llama, [prompt] * n, 4, 500, 1.7)])
+    texts = batched.write(llama, [prompt] * n, [4] * n, 500, 1.7)
+    first = torch.tensor([ids[3] for _, ids in texts])
     p = (llama(torch.tensor([prompt])).logits[0, -1] / 1.7).softmax(-1)
     expected, seen = n * p, torch.bincount(first, minlength=12)
     chi_square = ((seen - expected) ** 2 / expected).sum()
     assert chi_square < 31, "11 degrees of freedom, p = .001"
 
 # ---------------------------------------------------------------- the command
-def test_rows_are_what_training_reads(small, tmp_path):
-    """No prompt twice; in training the answer alone is learned.
+def test_rows_are_what_training_reads(small, tmp_path, capsys):
+    """No prompt twice; in training the answer alone is learned, and it is known who wrote it.
 
-    A file that was cut is gone on with.
+    A file that was cut is gone on with; others are refused.
     """
     given = [{"ids": list(range(7, 7 + i % 5 * 2 + 6)) + [i], "source": "ab"[i % 2]}
              for i in range(12)]
@@ -58,11 +60,13 @@ def test_rows_are_what_training_reads(small, tmp_path):
     rows = rows_of(out)
     found = [(row["prompt"], row["answer"], row["source"]) for row in rows]
     assert sorted(found) == sorted(expected.values()) and len(rows) == 5
-    documents.prepare([out], tokenizer, "", 300, tmp_path / "ready")
-    data = documents.read(tmp_path / "ready", tokenizer)
-    for row, (start, size) in zip(rows, data.documents):
+    template = chats.template_of(None, tokenizer)
+    documents.prepare([out], tokenizer, template, 300, tmp_path / "ready")
+    data = documents.read(tmp_path / "ready", tokenizer, template)
+    for row, (start, size, _) in zip(rows, data.documents):
         tokens = data.tokens[start:start + size].tolist()
         assert tokens == [~i for i in row["prompt"]] + row["answer"]
+    assert data.written_by == [documents.digest_of(load.fingerprint(model, tokenizer))]
 
     lines = out.read_bytes().splitlines(keepends=True)
     out.write_bytes(b"".join(lines[:3]) + lines[3][:20])
@@ -70,20 +74,34 @@ def test_rows_are_what_training_reads(small, tmp_path):
     again = rows_of(out)
     assert again[:3] == rows[:3] and len(again) == 5
     assert [row["temperature"] for row in again[3:]] == [1.0, 0.0]
+    write_rows(out, [{**rows[0], "target": "another"}])
+    refused(capsys, argv, "was not written by this target", write.main)
+    out.write_text("a poem")
+    refused(capsys, argv, "holds something else than rows", write.main)
+    assert out.read_text() == "a poem"
 
-def test_prompts_of_chats_are_first_questions_of_texts_the_first_half(small, tmp_path):
-    """What is held out is not asked."""
+def test_prompts_of_chats_are_first_questions(small, tmp_path):
+    """And of other texts the first half."""
     tokenizer = load.load_tokenizer(small / "model")
-    rows = [{"turns": ["return", "more"], "category": "code"}, {"text": "def add(a, b)"},
-            {"question": "q", "held_out": True}]
+    rows = [{"turns": ["return", "more"], "category": "code"}, {"text": "def add(a, b)"}]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    template = "{{ messages[0].content }}"
-    (kind, question), (_, half) = write.prompts_in([path], tokenizer, template, 90)
-    assert kind == "code" and tokenizer.decode(question) == "return"
+    template = chats.template_of("plain", tokenizer)
+    (kind, question), (_, half) = documents.prompts_in([path], tokenizer, template, 90)
+    assert kind == "code" and tokenizer.decode(question) == "USER: return\n\nASSISTANT:"
     assert "def add(a, b)".startswith(tokenizer.decode(half))
-    path = write_rows(path, rows[2:])
-    with pytest.raises(UserError, match="holds no prompt to ask: 1 left out: it is held out"):
-        write.prompts_in([path], tokenizer, template, 90)
+
+def test_the_stand_in_goes_on_with_its_prompts(tmp_path, monkeypatch):
+    kinds = {name: ("Question:", 40, lambda text, rng: text.strip()[:60] or None) for name in "ab"}
+    monkeypatch.setattr(standin, "KINDS", kinds)
+    out, begun = tmp_path / "written.jsonl", tmp_path / "written.jsonl.prompts"
+    monkeypatch.setattr(standin, "LENGTH", 64)
+    argv = ["--out", str(out), "--texts", "4", "--device", "cpu", "--batch", "2"]
+    write_rows(begun, [{"source": "a", "prompt": "Question: How many?"}])
+    assert standin.main(argv) == 0
+    prompts, rows = rows_of(begun), rows_of(out)
+    assert [row["source"] for row in prompts] == ["a", "a", "b", "b"]
+    assert prompts[0]["prompt"] == "Question: How many?"
+    assert len(rows) == 4 and {row["temperature"] for row in rows} == {0.0, 1.0}
 
 # ---------------------------------------------------------------- bigram
 def test_the_bigram_is_counted_and_its_confidence_measured(small, tmp_path):

@@ -8,7 +8,6 @@ train.py encodes files by itself.  Encoded ahead of time, they serve several run
 """
 import argparse
 import sys
-from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))      # so that it runs from anywhere
@@ -17,15 +16,15 @@ from runtime import chats
 from runtime.errors import UserError
 from runtime.load import load_tokenizer
 from runtime.program import program
-from training.documents import Report, encoded, form_of, marked, prepare, read
+from training.documents import Report, encoded, marked, prepare, read
 
 def show(paths, tokenizer, template, vocab, limit):
-    """Print the first `limit` rows of each kind as they are learned, then the counts."""
-    report, shown = Report(), Counter()
+    """Print the first `limit` documents of each form, as they are learned, then the counts."""
+    report, shown = Report(), {}
     for document, parts in encoded(paths, tokenizer, template, vocab, report):
-        shown[form_of(document)] += 1
-        if shown[form_of(document)] <= limit:
-            print(f"--- {document.place}, read as {form_of(document)}")
+        shown[document.form] = shown.get(document.form, 0) + 1
+        if shown[document.form] <= limit:
+            print(f"--- {document.place}, read as {document.form}")
             print(*[marked(ids, tokenizer) for ids in parts], sep="\n")
     print("---", *report.lines(), sep="\n")
 
@@ -35,20 +34,25 @@ def main(argv):
     p.add_argument("files", nargs="+", help="files or folders of text, chats or token ids")
     p.add_argument("--tokenizer", required=True, help="folder or hub name: the target's; smollm2")
     p.add_argument("--trust-remote-code", action="store_true", help="run the tokenizer's own code")
-    p.add_argument("--template", help="format of chats: a Jinja file (default: the tokenizer's)")
+    p.add_argument("--template",
+                   help="format of chats: plain, question, vicuna, a Jinja file (default: its own)")
+    p.add_argument("--template-args", help="for the template, as '{\"enable_thinking\": false}'")
     p.add_argument("--out", help="folder to write")
     p.add_argument("--show", type=int, metavar="N",
-                   help="print the first N rows of each kind as they are learned")
+                   help="print the first N documents of each form as they are learned")
     a = p.parse_args(argv)
     if (a.out is None) == (a.show is None):
         raise UserError("give --out, a folder to write, or --show, a number of documents to print")
     tokenizer = load_tokenizer(a.tokenizer, trust=a.trust_remote_code)
-    template = chats.template_of(a.template, tokenizer)
+    template = chats.template_of(a.template, tokenizer, a.template_args)
     vocab = max(tokenizer.get_vocab().values()) + 1
     if a.show is not None:
         return show(a.files, tokenizer, template, vocab, a.show)
     prepare(a.files, tokenizer, template, vocab, a.out)
-    print(*read(a.out, tokenizer).report, sep="\n")
+    data = read(a.out, tokenizer)
+    print(*data.report, sep="\n")
+    print(f"{a.out}: {len(data.tokens)} tokens; {len(data.documents)} documents to learn, "
+          f"{len(data.held_out)} held out; {len(data.kinds)} kinds of text")
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
