@@ -117,6 +117,8 @@ def drawn(expand, root, gamma=GAMMA):
     pick = partial(sample, generator=getattr(expand, "generator", None))
     chosen, p, probs = draft(expand, root, gamma, pick)
     length = valid_length(p).item()                               # the device-to-host sync
+    if (probs < 0).any():
+        raise ValueError("expand gave values below 0: it must give probabilities, not logits")
     return chain_tree(root, chosen, length, probs[:length])
 
 # ------------------------------------------------------------------ the expanded proposal
