@@ -299,7 +299,8 @@ def accept_sampled(tree, p_target, generator):
     p, q = p_target[:-1], tree.p_draft                                                 # (n - 1, V)
     # A drafted token is accepted with probability min(1, p_target / p_draft).
     ratio = p.gather(1, drafted) / q.gather(1, drafted)                                # (n - 1, 1)
-    accepted = torch.empty_like(ratio).uniform_(generator=generator) < ratio
+    u = torch.empty_like(ratio).uniform_(generator=generator)
+    accepted = u < ratio
     # After a rejection the token is sampled from the residual norm(max(0, p_target - p_draft));
     # after the last node, where nothing was drafted, from p_target.
     residual = p_target.clone()
