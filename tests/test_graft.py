@@ -55,10 +55,11 @@ def test_builders_see_mixtures():
         text = [rng.randrange(5) for _ in range(rng.randint(1, 40))] * rng.choice([1, 2])
         confidence = [rng.choice([0, rng.random(), 1]) for _ in range(4)]
         agreement = rng.choice([None, (rng.uniform(-2, 2), rng.random(), rng.random())])
-        both = Mixture(Paths(), MaxGram(BIGRAM, confidence), agreement)
+        neural = Paths()
+        both = Mixture(neural, MaxGram(BIGRAM, confidence), agreement)
         assert both.needs == Paths.needs
         both.reset("probs")
-        assert both.drafter.given == "probs"
+        assert neural.given == "probs"
         both.begin(SimpleNamespace(ids=text), 0)
         paths = []
         for _ in range(rng.randint(1, 4)):
@@ -74,7 +75,7 @@ def test_builders_see_mixtures():
                 assert row.tolist() == pytest.approx(expected, abs=1e-9)
                 mixed += predicted[1][:1] >= [2]
                 unknown += own != expected and own[predicted[0][0]] == 0
-        assert both.drafter.expand.given == paths, "the drafter reads each node once"
+        assert neural.expand.given == paths, "the drafter reads each node once"
     assert mixed > 200 and unknown > 30
 
 def view(ids, length):
