@@ -454,10 +454,14 @@ def about_of(a, loaded, command):
 
 @program
 def main(argv):
-    """From arguments to the table."""
+    """From arguments to the table -> exit status"""
     a = parser().parse_args(argv)
     drafters = load.drafter_calls(a.drafter, a.checkpoint)
     trees = [read_call(tree, TREES, "tree") for tree in a.tree]
+    if a.temperature < 0:
+        raise UserError(f"--temperature {a.temperature:g}: give 0, which is greedy, or more")
+    if a.temperature == 0 and any(tree.name == "drawn" for tree in trees):
+        raise UserError("--tree drawn samples its chain: give --temperature 1, or --tree chain")
     loaded, prompts = prepare(a)
     methods = methods_of(loaded, drafters, trees, a.temperature)
     about = about_of(a, loaded, shlex.join(["python", "bench.py", *argv]))
@@ -465,9 +469,14 @@ def main(argv):
     print(f"target {about['target']}, {about['dtype']}, {a.device}, {len(prompts)} prompts of up "
           f"to {a.max_new_tokens} new tokens", *loaded.notes, sep="\n", end="\n\n", flush=True)
     with open(a.json or os.devnull, "a", buffering=1) as file:
-        for found in measure(methods, prompts, a.temperature, len(results), a.batch, a.graphs):
-            print(json.dumps(about | {"prompt": len(results), "records": found}), file=file)
-            results.append(found)
+        try:
+            for found in measure(methods, prompts, a.temperature, len(results), a.batch, a.graphs):
+                print(json.dumps(about | {"prompt": len(results), "records": found}), file=file)
+                results.append(found)
+        except KeyboardInterrupt:
+            if not results:
+                raise                                    # there is nothing to report
+            print(f"interrupted after {len(results)} prompts of {len(prompts)}", file=sys.stderr)
         rows = [row_of(method, results)
                 | losslessness(method, results, prompts, loaded.target, a.temperature)
                 for method in methods]
@@ -477,6 +486,7 @@ def main(argv):
         for method in methods[2:]:
             show(method.name, results[0][method.name], loaded.tokenizer)
     print_table([method.name for method in methods], rows)
+    return 0 if len(results) == len(prompts) else 130
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

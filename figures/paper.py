@@ -31,6 +31,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 from contextlib import redirect_stdout
 from functools import cache
@@ -297,17 +298,28 @@ def measure(names, dry=False):
         else:
             probe.main([*shlex.split(run.flags), "--json", str(path.relative_to(ROOT))])
 
-def gpu(dry=False):
-    """Grow the 7B target, then measure the runs gpu/..., those that are not there yet.
+# (what the part makes, command, its flag in a dry run, the seconds after which it is stopped), in
+# order of worth
+GPU = [(None, "-m pytest -q -m cuda tests", "--collect-only", 120),
+       ("work/7b", "figures/grown.py --out work/7b", "--shape 80m", 200),
+       *((f"docs/results/{name}.jsonl", f"figures/paper.py measure {name}", "--dry", 240)
+         for name in RUNS if name.startswith("gpu/"))]
 
-    dry: all of them on a CPU, at the 80M shape.
+def gpu(dry=False):
+    """Run the parts of GPU that have not made anything yet, each a process of its own.
+
+    dry: all parts on a CPU, at the 80M shape.
     """
-    import grown
-    folder = Path(in_dry("work/7b") if dry else "work/7b")
-    if not folder.exists():
-        grown.main(["--out", str(folder), "--shape", "80m" if dry else "7b"])
-    names = [name for name in RUNS if name.startswith("gpu/")]
-    measure([name for name in names if dry or not rows_of(name)], dry)
+    for made, command, dry_flag, limit in GPU:
+        if dry:
+            command = f"{in_dry(command)} {dry_flag}"
+        elif made and (ROOT / made).exists():
+            continue
+        print(f"\n$ python {command}", flush=True)
+        try:
+            subprocess.run([sys.executable, *command.split()], timeout=limit)
+        except subprocess.TimeoutExpired:
+            print(f"stopped after {limit} seconds")
 
 @program
 def main(argv):
@@ -316,6 +328,9 @@ def main(argv):
     p.add_argument("names", nargs="*", help="measure: runs of figures/runs.py")
     p.add_argument("--dry", action="store_true", help="measure, gpu: try it, rows go to work/dry")
     a = p.parse_args(argv)
+    unknown = [name for name in a.names if name not in RUNS]
+    if unknown:
+        p.error(f"figures/runs.py has no run {unknown[0]}")
     os.chdir(ROOT)
     if a.verb in ("write", "check"):
         return write() if a.verb == "write" else check()

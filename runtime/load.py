@@ -9,6 +9,7 @@ Drafters are named as these functions would be called (runtime/calls.py), by the
 """
 import hashlib
 import json
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -40,11 +41,23 @@ def source_of(name):
         raise UserError("smollm2 does not exist yet: python training/smollm2.py fetches it")
     return SMOLLM2
 
-def load_tokenizer(name, trust=False):
-    """Load a tokenizer.  Arguments: as of load_target."""
+@contextmanager
+def loading(name):
+    """Within it, an error of transformers or of a library below it becomes a UserError."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    return transformers.AutoTokenizer.from_pretrained(source_of(name), trust_remote_code=trust)
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as why:                       # many libraries read its files
+        raise UserError(f"{name} cannot be loaded ({first_line(why)}): give a complete folder, or "
+                        "the hub name of a language model") from why
+
+def load_tokenizer(name, trust=False):
+    """Load a tokenizer.  Arguments: as of load_target."""
+    with loading(name):
+        return transformers.AutoTokenizer.from_pretrained(source_of(name), trust_remote_code=trust)
 
 def load_target(name, dtype, device, trust=False):
     """Load a language model -> (model, tokenizer), as transformers has them.
@@ -53,26 +66,26 @@ def load_target(name, dtype, device, trust=False):
     accelerate.  trust: whether to run code that comes with the model.
     """
     tokenizer = load_tokenizer(name, trust)
-    source, hub = source_of(name), {"trust_remote_code": trust}
-    config = transformers.AutoConfig.from_pretrained(source, **hub)
-    model_class = transformers.AutoModelForCausalLM
-    if config.is_encoder_decoder:
-        model_class = transformers.AutoModelForSeq2SeqLM
-    # Quantised weights are placed while they are loaded; so are those of a spread model.
-    is_quantised = bool(getattr(config, "quantization_config", None))
-    placed = {}
-    if device == "auto" or is_quantised:
-        placed["device_map"] = "auto" if device == "auto" else {"": device}
-    model, found = model_class.from_pretrained(
-        source, dtype=dtype, output_loading_info=True, **placed, **hub)
-    missing = sorted(found["missing_keys"])        # transformers fills them with random numbers
-    if missing and not is_quantised:
-        raise UserError(f"the files of {name} lack {len(missing)} weights, {missing[0]} for "
-                        "example: give a complete folder")
-    if str(device).startswith("cuda:"):
-        torch.cuda.set_device(device)
-    if not placed:
-        model = model.to(device)
+    with loading(name):
+        source, hub = source_of(name), {"trust_remote_code": trust}
+        config = transformers.AutoConfig.from_pretrained(source, **hub)
+        model_class = transformers.AutoModelForCausalLM
+        if config.is_encoder_decoder:
+            model_class = transformers.AutoModelForSeq2SeqLM
+        # Quantised weights are placed while they are loaded; so are those of a spread model.
+        is_quantised = bool(getattr(config, "quantization_config", None))
+        placed = {}
+        if device == "auto" or is_quantised:
+            placed["device_map"] = "auto" if device == "auto" else {"": device}
+        model, found = model_class.from_pretrained(
+            source, dtype=dtype, output_loading_info=True, **placed, **hub)
+        missing = sorted(found["missing_keys"])    # transformers fills them with random numbers
+        if missing and not is_quantised:
+            raise ValueError(f"its files lack {len(missing)} weights, {missing[0]} for example")
+        if str(device).startswith("cuda:"):
+            torch.cuda.set_device(device)
+        if not placed:
+            model = model.to(device)
     if config.is_encoder_decoder and getattr(config, "num_decoder_layers", None):
         # By this generate() counts the layers of the decoder's cache, in transformers 5.17 and
         # 5.23.  The encoder, which has this number of layers, has its own configuration.

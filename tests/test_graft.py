@@ -70,7 +70,7 @@ def test_builders_see_mixtures():
             probs = both.expand(torch.tensor(tokens), parents)
             for row, path in zip(probs, paths[-len(tokens):]):
                 predicted = brute_force(text, path, 1, bigram=BIGRAM)
-                own = both.drafter.row(path).tolist()
+                own = neural.row(path).tolist()
                 expected = by_hand(own, predicted, confidence, agreement)
                 assert row.tolist() == pytest.approx(expected, abs=1e-9)
                 mixed += predicted[1][:1] >= [2]
