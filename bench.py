@@ -20,7 +20,7 @@ What keeps the table honest:
 
  1. The baseline is plain decoding by the same target, cache, dtype and loop, one token per forward.
     transformers' generate() is timed, too: if our loop were slow, it would show there.
- 2. The methods decode a prompt one after the other, in an order that is random in each prompt,
+ 2. The methods decode a prompt one after the other, in an order that is random for each prompt,
     and the same in each run.
  3. Outputs are compared with the baseline's token for token.
 
@@ -147,6 +147,7 @@ def decode(target, drafter, build, prompts, rules, eos=()):
     """
     clock = Clock("prefill", target.device.type == "cuda")
     # The prefill is no "verify": it calls the inner target's own forward, which has no clock.
+    # beyond/batch.py calls target.model itself.
     timed = Timed(target, clock, forward="verify", model="verify")
     if len(prompts) == 1:
         [prompt], [rule] = prompts, rules
@@ -266,7 +267,8 @@ def measure(methods, prompts, temperature=0.0, done=0, rows=1, graphs=False):
     """
     # Kernels, allocator and caches settle in a decoding that is not measured.  A CUDA graph is
     # recorded at the first use of its size: with graphs every prompt is decoded before.
-    for prompt in prompts[done:] if graphs else prompts[done:done + 1]:
+    warm_up = prompts[done:] if graphs else prompts[done:done + 1]
+    for prompt in warm_up:
         for method in methods:
             method.decode([prompt] * rows, [rule_of(temperature, done)] * rows)
     for first in tqdm(range(done, len(prompts), rows), disable=None):
@@ -317,14 +319,18 @@ def row_of(method, results):
     rounds = [one for record in records for one in record.rounds]
     if method.name == "plain" or not rounds:             # a baseline drafts nothing
         return row
-    seconds = sum((Counter(record.seconds) for record in records), Counter())
+    seconds = Counter()
+    for record in records:
+        seconds.update(record.seconds)
     row |= {
         "tau": fmean(len(one.new) for one in rounds),
         "nodes": fmean(len(one.tokens) - 1 for one in rounds),
         "draft_ms": 1e3 * (seconds["begin"] + seconds["draft"]) / len(rounds),
         "verify_ms": 1e3 * seconds["verify"] / len(rounds),
         "other_ms": 1e3 * seconds["other"] / len(rounds)}
-    accepted, tested = map(sum, zip(*map(accepted_and_tested, rounds)))
+    counts = [accepted_and_tested(one) for one in rounds]
+    accepted = sum(count for count, _ in counts)
+    tested = sum(count for _, count in counts)
     # Several siblings can be drafted where one is accepted: a tree has no such alpha.
     if tested and all(one.parents == list(range(-1, len(one.parents) - 1)) for one in rounds):
         row["alpha"] = accepted / tested
@@ -356,8 +362,12 @@ def losslessness(method, results, prompts, target, temperature=0.0):
     return {"lossless": True}
 
 # ---------------------------------------------------------------- the table, the file
-def print_table(names, rows):
-    """Print rows, of row_of with losslessness(), plain decoding's first; where time goes, too."""
+def print_table(names, rows, batch=1):
+    """Print the rows of methods by these names, and below them where a round's time goes.
+
+    rows: of row_of, with losslessness(); plain decoding's is the first.  batch: of --batch.
+    """
+    each = " for each sequence" if batch > 1 else ""     # each has its share of the seconds
     width = max(map(len, names))
     print(f"{'':{width}}  {'tok/s':>7}  {'speedup':>19}  {'tau':>5}  lossless")
     for name, row in zip(names, rows):
@@ -368,14 +378,14 @@ def print_table(names, rows):
         lossless = {True: "yes", False: "NO", None: "-"}[row["lossless"]]
         print(f"{name:{width}}  {row['tokens_per_second']:7.1f}  {speedup:>19}  {tau:>5}  "
               f"{lossless:>8}")
-    print(f"\nA plain step takes {rows[0]['plain_ms']:.1f} ms.")
+    print(f"\nA plain step takes {rows[0]['plain_ms']:.1f} ms{each}.")
     for name, row in zip(names, rows):
         if "tau" in row:
             parts = {part: row[f"{part}_ms"] for part in ("draft", "verify", "other")}
             total = sum(parts.values())
             shares = ", ".join(f"{part} {ms / total:.0%}" for part, ms in parts.items())
             alpha = f"; alpha {row['alpha']:.3f}" if "alpha" in row else ""
-            print(f"A round of {name} takes {total:.1f} ms: {shares}{alpha}.")
+            print(f"A round of {name} takes {total:.1f} ms{each}: {shares}{alpha}.")
         if "first_divergence" in row:
             print(f"{name} is not lossless: {row['first_divergence']}")
 
@@ -485,7 +495,7 @@ def main(argv):
     if a.show:
         for method in methods[2:]:
             show(method.name, results[0][method.name], loaded.tokenizer)
-    print_table([method.name for method in methods], rows)
+    print_table([method.name for method in methods], rows, a.batch)
     return 0 if len(results) == len(prompts) else 130
 
 if __name__ == "__main__":

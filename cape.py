@@ -116,8 +116,9 @@ def drawn(expand, root, gamma=GAMMA):
     """
     pick = partial(sample, generator=getattr(expand, "generator", None))
     chosen, p, probs = draft(expand, root, gamma, pick)
-    length = valid_length(p).item()                               # the device-to-host sync
-    if (probs < 0).any():
+    counts = torch.stack((valid_length(p), (probs < 0).sum()))
+    length, negative = counts.tolist()                            # the device-to-host sync
+    if negative:
         raise ValueError("expand gave values below 0: it must give probabilities, not logits")
     return chain_tree(root, chosen, length, probs[:length])
 
@@ -184,7 +185,7 @@ def cape(expand, root, gamma=GAMMA, sizes=SIZES, edges=EDGES, max_nodes=MAX_NODE
     # Differs from the paper: with gamma = 5 the widest proposal has 5 x (1 + 7) = 40 nodes, and the
     # paper does not say which of them its limit of 32 cuts.  (The official code drafts four
     # positions: 4 x 8 = 32.)  Here the chain is kept whole, and the best extras fill the rest.
-    # The chain's length is unknown until the sync, and extras may fill all max_nodes until then.
+    # The chain's length is unknown until the sync: rank max_nodes extras now, cut them after it.
     limit = min(extras.numel(), max_nodes)
     joint, index = best_extras(p, p_extras, limit)                # (limit,)
     counts = torch.stack((valid_length(p), (joint > 0).sum()))
@@ -235,7 +236,8 @@ def beam(expand, root, gamma=GAMMA, width=WIDTH):
         row = index // best_of_each                               # (n,)
         # Continuations of probability zero have the score -inf, so they come last.
         possible = score.isfinite().sum()                         # ()
-        *row, count = torch.cat((row, possible[None])).tolist()   # the device-to-host sync
+        numbers = torch.cat((row, possible[None])).tolist()       # the device-to-host sync
+        row, count = numbers[:-1], numbers[-1]
         if count == 0:
             break
         tokens.append(x.take(index[:count]))

@@ -78,6 +78,9 @@ def cascade_step(draft_list, K, gen, limit, review):
     Differs from the paper in its form: there a step ends with the review by the model for which it
     drafts.  Here that review follows the recursive call.  So M_t needs no special case (the paper's
     isFirstCall): its review is verify.generate's.
+    Differs from the paper, which prints curPrefix <- curGen again inside the while loop: then one
+    single review would have to add k_i tokens.  Here the reviews together add them.
+    Differs from the paper, which has no limits: of the output's length, and of a model's context.
 
     A trace with K = [[2, 2], [0, 3]], where gen is a at first.  M_t and base continue abcdefg...;
     so does small, but it writes x after f.
@@ -103,12 +106,9 @@ def cascade_step(draft_list, K, gen, limit, review):
             tokens, _ = stage.propose(gen.tokens[gen.committed:], count)
             gen.replace(len(gen.tokens), tokens, [None] * len(tokens))
             break
-        # Differs from the paper, which has no limits: a model with a context of 5 reads 5 tokens,
-        # its review adds a sixth, and then the model is skipped.
+        # A model with a context of 5 reads 5 tokens, its review adds a sixth; then it is skipped.
         cur_limit = min(limit, stage.capacity + 1)
         # curPrefix <- curGen
-        # Differs from the paper, which prints this again inside the while loop: then one single
-        # review would have to add k_i tokens.  Here the reviews together add them.
         cur_prefix = len(gen.tokens)
         while len(gen.tokens) - cur_prefix < k_i and len(gen.tokens) < cur_limit:
             # Perform the vertical cascade with the recursive call.  Below the smallest model it
@@ -226,6 +226,10 @@ class Cascade:
         vocab: the target's vocabulary size, needed only without models.
         Raises ValueError for settings that do not fit together.
         """
+        if lenience < 1:
+            raise ValueError(f"lenience is {lenience}: it must be at least 1, which means none")
+        if not models and vocab is None:
+            raise ValueError("a cascade without models needs vocab=")
         self.models, self.gram, self.lenience = list(models), gram, lenience
         self.draft_list = self.models if gram is None else [*self.models, gram]
         self.vocab = vocab or self.models[0].vocab

@@ -81,9 +81,9 @@ def dual_block_mask(length, block, device="cpu"):
         t_2    x   x          |          x
         t_3    x   x          |          x   x
 
-    Differs from Eq. 3 as printed, but not from the paper's inference or its code: h_{<jL} for
-    h_{<=jL}, because h_{jL} does not exist when a round begins with t_{jL}; and t_i is the token
-    read, not the predicted one, which in t_{jL} would be predicted from hidden states alone.
+    Differs from Eq. 3 as printed, but not from the paper's inference and its code, in two ways:
+    h_{<jL} stands for h_{<=jL}, because h_{jL} does not exist when a round begins with t_{jL}; and
+    t_i is the token that is read, not the one that is predicted.
     """
     j = torch.arange(length, device=device) // block           # the block of each token
     hidden = j[:, None] > j[None, :]                           # h_{<jL}: of the blocks before
@@ -117,9 +117,10 @@ def parts_of(model):
     decoder = model.get_decoder()
     if decoder.config.model_type not in FAMILIES:
         raise ValueError(f"edd.py serves {', '.join(FAMILIES)}, not {type(model).__name__}: "
-                         "runtime/families.py serves others")
-    own = model.get_input_embeddings(), model.get_output_embeddings(), decoder.norm
-    embed, head, norm = [copy.deepcopy(module).requires_grad_(True) for module in own]
+                         "see runtime/families.py")
+    embed = copy.deepcopy(model.get_input_embeddings()).requires_grad_(True)
+    head = copy.deepcopy(model.get_output_embeddings()).requires_grad_(True)
+    norm = copy.deepcopy(decoder.norm).requires_grad_(True)
     # Some classes have layers of several kinds, and find the kind of this one in the config.
     layer = type(decoder.layers[-1])(decoder.config, layer_idx=len(decoder.layers) - 1)
     layer.apply(model._init_weights)

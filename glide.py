@@ -116,8 +116,8 @@ def rope_of(model):
     decoder = model.get_decoder()
     is_served = decoder.config.model_type in FAMILIES
     if not is_served or decoder.rotary_emb.rope_type in ("dynamic", "longrope"):
-        raise ValueError(f"glide.py serves {', '.join(FAMILIES)} with a fixed RoPE, not this "
-                         f"{type(model).__name__}: runtime/families.py serves others")
+        raise ValueError(f"glide.py serves {', '.join(FAMILIES)} with a fixed RoPE, but not this "
+                         f"{type(model).__name__}: see runtime/families.py")
 
     def rope(x, position):
         cos, sin = decoder.rotary_emb(x, position[None])               # (1, T, d) each
@@ -241,8 +241,10 @@ class Glide(nn.Module):
 
     def ropes(self, x, position):
         """position (T,) -> the functions that apply RoPE there, of self-attention and glimpse"""
-        rope = self.rope(x, position)
-        return rope, self.glimpse_rope(x, position) if self.glimpse_rope else rope
+        rope = glimpse_rope = self.rope(x, position)
+        if self.glimpse_rope is not None:
+            glimpse_rope = self.glimpse_rope(x, position)
+        return rope, glimpse_rope
 
     def forward(self, ids, kv=None):
         """Training: all positions at once, under the block mask -> (B, T, d_D).
@@ -331,7 +333,8 @@ class Drafter:
         is the target's (K, V), (1, n_kv, view.length, d_k) each.  root_id is not used: expand is
         given the root.
         """
-        tokens = view.tokens[self.encoded - self.t:].to(self.device)               # (n,)
+        kept = self.encoded - self.t             # how many of view.tokens have their entries
+        tokens = view.tokens[kept:].to(self.device)                                # (n,)
         self.t = view.length
         self.kv = view.kv
         self.paths = []
@@ -340,9 +343,9 @@ class Drafter:
         position = torch.arange(self.encoded, self.t, device=self.device)          # (n,)
         x = model.embed(tokens)[None]                                              # (1, n, d_D)
         ropes = model.ropes(x, position)
-        # A second layer's entries depend on what the first one glimpsed.  Differs from the paper:
-        # these positions also glimpse, under Mask_Block as in training; in 4.1 only positions
-        # t ... t+i-1 query.  (The official code encodes accepted nodes again; here they stay.)
+        # A second layer's entries depend on what the first one glimpsed.
+        # Differs from the paper: these positions also glimpse, under Mask_Block as in training; in
+        # 4.1 only positions t ... t+i-1 query.
         if len(model.layers) > 1:
             key = torch.arange(self.t, device=self.device)                         # (t,)
             causal = key <= position[:, None]                                      # (n, t)
@@ -479,7 +482,8 @@ def main():
 # read (Config); to whose block a query belongs (block_mask); the glimpse has RoPE, is zero in the
 # first block, and is added to x (Layer); a held-out loss uses the mask (Glide.forward); with two
 # layers the prompt and accepted leaves glimpse (Drafter.begin); rounds begin anywhere, and trees
-# may be deeper than L (Drafter.expand); embedding and head start as the target's (training/models).
+# may be deeper than L (Drafter.expand); confidences are calibrated (Drafter); embedding and head
+# start as the target's (training/models).
 # Misprints in 4.1: M_D stands for M_T twice, d_b for d_D, "position t" for "position t - 1".
 
 if __name__ == "__main__":

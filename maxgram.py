@@ -157,6 +157,8 @@ class MaxGram:
             text, position, length = self.generation, other_position, other_length
         if length > 0:
             return text[position:position + limit], length
+        if not query:
+            return "", 0
         # "In cases where there is no match, we resort to a bigram model".
         last = ord(query[-1])
         follower = self.bigram[last] if last < len(self.bigram) else 0

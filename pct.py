@@ -112,7 +112,10 @@ class Candidates:
         return -1 if node == 0 else self.expand_index[self.parent[node]]
 
     def add_children(self, node, c, x):
-        """Add a node's children, tokens x of confidences c above 0 (lists) -> {token: new node}."""
+        """Add a node's children, tokens x of confidences c above 0 (lists) -> {token: new node}.
+
+        Returned for beyond/graft.py.
+        """
         children = {}
         for c_j, token in zip(c, map(int, x)):
             if c_j > 0:
@@ -164,7 +167,7 @@ def draft_layers(expand, root, width, depth, criterion, threshold, limit):
     or joint probability ("p") is at least `threshold`.
     """
     candidates = Candidates(expand, root, width)
-    confidence = {"c": candidates.c, "p": candidates.p}[criterion]   # they grow with the tree
+    confidence = candidates.c if criterion == "c" else candidates.p    # lists that grow
     layer = [0]
     # "The construction process terminates if there are no expandable leaf nodes or the tree depth
     # reaches the maximum depth" (section 3.2).

@@ -41,8 +41,8 @@ cosine to 0.  At the end each drafter gets a calibration temperature T, for whic
 T) predicts the target's own greedy text best (training/evaluate.py).
 
 Every ten minutes, and at Ctrl-C after the step, the state is saved: weights, optimisers and the
-step.  The same command with --resume continues from there, bit for bit, as the text of a step
-follows from seed and step.
+step.  The same command with --resume continues from there with the same text, as that follows from
+seed and step; on a CPU bit for bit.
 """
 import argparse
 import json
@@ -74,7 +74,7 @@ WARMUP = 0.025                  # of the steps: the learning rate rises
 CLIP = 1.0                      # the largest norm of a drafter's gradient
 BETAS = (0.9, 0.95)             # of AdamW, as in GLIDE's code; Muon's momentum is 0.95
 WEIGHT_DECAY = 0.01
-FORWARD = 2048                  # tokens of a batch with padding, at most, but for a longer piece
+FORWARD = 2048                  # tokens of a batch with padding, at most, unless a piece is longer
 LOGITS = 2 ** 27                # logits of a batch (tokens x vocabulary), likewise: 512 MB
 SAVE_SECONDS = 600              # between two states that a resumed run can start from
 # The names of modules whose weight stacks several matrices of one size, and how many

@@ -24,8 +24,8 @@ An example.  The sequence ends with 7.  A builder drafts 3, then 5 after it, and
                     expand_index=torch.tensor([0, 1, -1, -1]))
 
 If the target chooses 3 after 7, 5 after 3 and 9 after 5, then 7, 3 and 5 are committed, the drafter
-is told keep([0, 1]), and 9 is the next root.  For any decoder-only model of transformers all of
-whose layers have full attention (runtime/targets.py serves others):
+is told keep([0, 1]), and 9 is the next root.  For decoder-only models of transformers with rotary
+embeddings of one table and full attention, as Llama (runtime/targets.py serves and proves others):
 
     out = generate(Target(model), drafter, build, ids)      # out.tokens: the new ids
     python verify.py                                        # the demo: a random Llama
@@ -46,7 +46,8 @@ hidden_states}.  Its methods, beside expand:
   - reset(probs) begins a sequence.  expand turns the drafter's logits (m, V) into probabilities by
     probs(logits, temperature), with the temperature that calibrates the drafter: see Rule.probs.
   - begin(view, root_id) begins a round.  The View shows what the last commit appended: the prompt,
-    later the last root and the nodes accepted below it.  The new root is not committed yet.
+    later the last root and the nodes accepted below it.  The new root is not committed yet; its id
+    is for drafters that draft without expand (cascade.py).
   - keep(numbers) ends the round.  numbers: of the accepted nodes that expand was given, the root's
     first; they are expand's own, not indices in the tree.  The drafter forgets all other nodes.
 """
@@ -208,7 +209,7 @@ class Target:
 
         It attends to entry e of the cache where mask[i, e]; mask (n, end), or None: the model's
         causal mask.  Returns a list: the logits as in forward, and the hidden states.
-        The seam: runtime/ replaces this method for other models, and to record CUDA graphs.
+        runtime/ replaces this method, for other models and to record CUDA graphs.
         """
         if mask is not None:
             mask = torch.where(mask, 0.0, -torch.inf)          # added to the scores
@@ -355,7 +356,8 @@ class Rule:
     """How the target chooses a token: the argmax, or a sample.
 
     temperature: 0 is greedy decoding.  top_k, top_p: as in transformers; None: all tokens.
-    seed: the same seed gives the same tokens.
+    seed: the same seed gives the same tokens.  Give each prompt another one: prompts with one seed
+    share their random numbers.
     """
     def __init__(self, temperature=0.0, top_k=None, top_p=None, seed=0):
         self.greedy, self.seed = temperature == 0, seed
@@ -375,7 +377,7 @@ class Rule:
         return scores.softmax(-1)
 
     def probs(self, logits, temperature=1.0):
-        """A drafter's logits (m, V) -> probabilities (m, V); a row of -inf gives one of zeros.
+        """A drafter's logits (m, V) -> probabilities (m, V); a row of -inf becomes one of zeros.
 
         Greedy: softmax(logits / temperature), by the drafter's calibration temperature.  Sampling:
         what the target's own temperature, top-k and top-p make of these logits.
@@ -406,10 +408,17 @@ class NoDrafter:
     """The drafter of plain decoding: it reads nothing and is never expanded."""
     needs = {}
 
-    def reset(self, *args):
+    def reset(self, probs):
         """Do nothing."""
 
-    begin = expand = keep = reset
+    def begin(self, view, root_id):
+        """Do nothing."""
+
+    def expand(self, tokens, parents):
+        """Never called."""
+
+    def keep(self, numbers):
+        """Do nothing."""
 
 def root_only(expand, root):
     """The builder of plain decoding: the tree is the root alone."""
@@ -428,7 +437,7 @@ def check_prompt(target, ids, limit):
 
 def check_tree(tree, tokens, parents, root_id):
     """Raise ValueError unless this is a Tree below the root.  tokens, parents: as lists."""
-    in_order = all(-1 < parent < node for node, parent in enumerate(parents[1:], 1))
+    in_order = all(0 <= parent < node for node, parent in enumerate(parents[1:], 1))
     if tokens[0] != root_id or parents[0] != -1 or not in_order:
         raise ValueError("a tree begins with the root, parent -1; parents precede their children")
     if tree.p_draft is not None and parents != list(range(-1, len(parents) - 1)):
@@ -454,11 +463,12 @@ def rounds(target, drafter, build, ids, new_tokens=128, rule=Rule(), eos=()):
     logits, view = target.prefill(ids, limit, drafter.needs)
     drafter.reset(rule.probs)
     expand = partial(drafter.expand)       # a method takes no attributes, and a partial does
-    sequence = list(target.ids)            # an encoder-decoder's begins with its start token
-    if not sequence:                       # drafter.reset() has reset this same Target
+    if not target.ids:
         raise ValueError("the drafter has reset the target: give it a Target of its own")
-    # The prompt's last token is a tree of one node.  The choice after it is the first root.
-    root = rule.choose(root_only(None, view.tokens[-1:]), logits[None], sequence)      # (1,)
+    sequence = list(target.ids)            # an encoder-decoder's begins with its start token
+    # The choice after the prompt's last token, as after a tree of one node, is the first root.
+    last = root_only(None, view.tokens[-1:])
+    root = rule.choose(last, logits[None], sequence)                                   # (1,)
     root_id = root.item()
     sequence.append(root_id)
     left = limit - 1                       # how many tokens may still come
