@@ -190,7 +190,8 @@ def small(tmp_path_factory):
         stage = tiny("llama", seed=layers, num_hidden_layers=layers, **sizes).float()
         save(drafters / name, stage, tokenizer)
     for kind in ("glide", "edd"):
-        save_drafter(drafters / kind, kind, model, tokenizer)
+        draft_model = random_draft_model(model, kind).float()
+        save_drafter(drafters / kind, kind, draft_model, model, tokenizer)
     write_rows(folder / "prompts.jsonl", [{"prompt": "def add("}, {"prompt": "return a + b"},
                                           {"question": "1 + 1?", "answer": "2"}])
     write_rows(folder / "chat.jsonl", [{"turns": ["a", "b"], "category": "chat"}, {"prompt": "c"}])

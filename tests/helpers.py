@@ -5,12 +5,12 @@ from functools import lru_cache
 from textwrap import dedent
 
 import torch
-from conftest import CONTEXT, GROUPED, MIXED, random_draft_model, tiny
-from safetensors.torch import save_file
+from conftest import CONTEXT, GROUPED, MIXED, tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from runtime import load
+from training.models import save_weights
 
 # ---------------------------------------------------------------- made-up drafters and their trees
 def table_expand(table):
@@ -112,15 +112,11 @@ def save(folder, model, tokenizer):
     tokenizer.save_pretrained(folder)
     return folder
 
-def save_drafter(folder, kind, model, tokenizer, temperature=1.0):
-    """A random drafter of a kind, saved as train.py does."""
-    draft_model = random_draft_model(model, kind).float()
-    about = {"kind": kind, "config": vars(draft_model.config),
-             "target": load.fingerprint(model, tokenizer),
+def save_drafter(folder, kind, draft_model, target, tokenizer=None, temperature=1.0):
+    """Save a draft model as train.py does, but in its own precision."""
+    about = {"kind": kind, "target": load.fingerprint(target, tokenizer),
              "validation": {"temperature": temperature}}
-    folder.mkdir(parents=True)
-    save_file(draft_model.state_dict(), folder / "model.safetensors")
-    (folder / "training.json").write_text(json.dumps(about))
+    save_weights(folder, draft_model, draft_model.state_dict(), about)
 
 def write_rows(path, rows):
     """JSON lines -> path"""

@@ -5,8 +5,8 @@ import random
 
 import pytest
 import torch
-from conftest import VOCAB, tiny
-from helpers import TEXT, save, save_drafter, tokenizer_of
+from conftest import VOCAB, random_draft_model, tiny
+from helpers import TEXT, path_expand, save, save_drafter, tokenizer_of
 
 import bench
 import cape
@@ -31,13 +31,6 @@ def test_what_is_read_is_what_was_written(text, name, words, settings):
     assert call[:4] == (name, FUNCTIONS[name], words, settings)
     assert calls.read_call(call.label, FUNCTIONS, "tree") == call
 
-@pytest.mark.parametrize("text", [
-    "", "pct width=7)", "pct(7)", "pct(width=7)x", "pct(width=7", "pct(width=x)", "cascade",
-    "maxgram(base)", "glide(raw=True)"])
-def test_what_is_no_call_is_refused(text):
-    with pytest.raises(UserError):
-        calls.read_call(text, FUNCTIONS, "tree")
-
 # ---------------------------------------------------------------- from names to drafters
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
@@ -46,8 +39,9 @@ def loaded(tmp_path_factory):
     model, tokenizer, drafters = tiny("llama").float(), tokenizer_of(TEXT), top / "drafters"
     save(top / "model", model, tokenizer)
     save(drafters / "base", tiny("llama", seed=1, num_hidden_layers=1).float(), tokenizer)
-    save_drafter(drafters / "my_glide", "glide", model, tokenizer, 0.5)
-    save_drafter(drafters / "edd", "edd", model, tokenizer, 0.5)
+    for name, kind in (("my_glide", "glide"), ("edd", "edd")):
+        draft_model = random_draft_model(model, kind).float()
+        save_drafter(drafters / name, kind, draft_model, model, tokenizer, 0.5)
     about = {"kind": "base", "validation": {"temperature": 0.7}}
     (drafters / "base" / "training.json").write_text(json.dumps(about))
     agreement = {"edd": {"weights": [0.1, 0.2, 0.3]}}
@@ -55,13 +49,12 @@ def loaded(tmp_path_factory):
     (drafters / "bigram.json").write_text(json.dumps(bigram))
     return load.Loaded(str(top / "model"), str(drafters))
 
-def drafter_of(loaded, text):
-    return loaded.drafter(*load.drafter_calls([text], loaded.checkpoint))
-
-@pytest.mark.parametrize("text", [
-    "my-glide", "cascade(base, maxgram, k=2)", "mixture(edd, maxgram)", "mixture(base, maxgram)"])
-def test_what_a_call_names_is_lossless(loaded, text):
-    drafter = drafter_of(loaded, text)
+@pytest.mark.parametrize("text, temperature", [
+    ("my-glide", 0.5), ("my-glide(temperature=1)", 1), ("cascade(base, maxgram, k=2)", None),
+    ("mixture(edd, maxgram)", 0.5), ("mixture(base, maxgram)", 0.7)])
+def test_what_a_call_names_is_lossless(loaded, text, temperature):
+    """With the calibration temperature that training fitted, or that the call names."""
+    drafter = loaded.drafter(*load.drafter_calls([text], loaded.checkpoint))
     build = getattr(drafter, "chain", cape.cape)
     alone = verify.generate(loaded.target, None, verify.root_only, PROMPT, 12).tokens
     assert verify.generate(loaded.target, drafter, build, PROMPT, 12).tokens == alone
@@ -69,14 +62,8 @@ def test_what_a_call_names_is_lossless(loaded, text):
         assert (drafter.gram.bigram, drafter.gram.confidence) == ([1, 2], [0.1, 0.2])
     if "mixture" in text:
         assert drafter.agreement == ([0.1, 0.2, 0.3] if "edd" in text else None)
-
-@pytest.mark.parametrize("text, temperature", [
-    ("my-glide", 0.5), ("my-glide(temperature=1)", 1), ("mixture(base, maxgram)", 0.7)])
-def test_calibration_temperatures(loaded, text, temperature):
-    """The one that training fitted, or the one that the call names."""
-    drafter = drafter_of(loaded, text)
     neural = drafter.drafter.drafter if "mixture" in text else drafter
-    assert neural.temperature == temperature
+    assert getattr(neural, "temperature", None) == temperature
     assert set(load.drafters_in(loaded.checkpoint)) == {"my-glide", "edd"}, "base is a model"
 
 def test_tables_k_becomes_algorithms_K():
@@ -86,31 +73,30 @@ def test_tables_k_becomes_algorithms_K():
     three = load.table2([1, 1, 4, 2, 3, 6], 3, False)
     assert three == [[1, 0, 3], [0, 2, 1], [0, 0, 6]]
 
-def test_a_language_model_drafts_trees(llama):
+@pytest.mark.parametrize("capacity", [40, 14])
+@torch.no_grad()
+def test_a_language_model_drafts_trees(llama, capacity):
     """Its probabilities are those of its own plain forward over each path; where its context ends,
     there are none."""
-    rng = random.Random(0)
-    for capacity in (None, 14):
-        stage, text = Stage(verify.Target(llama), 0.7), []
-        stage.target.capacity = capacity or stage.target.capacity
-        stage.reset(verify.Rule().probs)
-        for _ in range(4):
-            new, paths = [rng.randrange(12) for _ in range(rng.randint(1, 5))], []
-            text += new
-            stage.begin(verify.View(torch.tensor(new), new, len(text), {}, {}), None)
-            for m in (1, 2, 3):                  # the root, then nodes after any before them
-                parents = [rng.randrange(len(paths)) if paths else -1 for _ in range(m)]
-                tokens = [rng.randrange(12) for _ in range(m)]
-                for token, parent in zip(tokens, parents):
-                    paths.append((paths[parent] if parent >= 0 else []) + [token])
-                probs = stage.expand(torch.tensor(tokens), parents)
+    rng, stage, text = random.Random(0), Stage(verify.Target(llama), 0.7), []
+    stage.target.capacity = capacity
+    stage.reset(verify.Rule().probs)
+
+    def row_after(path):
+        logits = llama(torch.tensor([[*text, *path]])).logits[0, -1]
+        return (logits.float() / 0.7).softmax(-1)
+    for _ in range(4):
+        new, oracle = [rng.randrange(12) for _ in range(4)], path_expand(row_after)
+        text += new
+        stage.begin(verify.View(torch.tensor(new), new, len(text), {}, {}), None)
+        for m in (1, 2, 3):                      # the root, then nodes after any before them
+            nodes = len(oracle.given)
+            parents = [rng.randrange(nodes) if nodes else -1 for _ in range(m)]
+            tokens = torch.tensor([rng.randrange(12) for _ in range(m)])
+            expected = oracle(tokens, parents)
+            if len(text) + nodes + m > capacity:
                 expected = torch.zeros(m, 12)
-                if len(text) + len(paths) <= stage.target.capacity:
-                    with torch.no_grad():
-                        rows = [llama(torch.tensor([text + path])).logits[0, -1]
-                                for path in paths[-m:]]
-                    expected = (torch.stack(rows).float() / 0.7).softmax(-1)
-                torch.testing.assert_close(probs, expected)
+            torch.testing.assert_close(stage.expand(tokens, parents), expected)
 
 # ---------------------------------------------------------------- does a drafter fit its target?
 def test_a_drafter_serves_its_target_alone():
