@@ -1,4 +1,4 @@
-"""Drafters that are trained: training equals decoding, masks, losses, RoPE, families, loading."""
+"""Drafters that are trained: training equals decoding, losses, RoPE, families, loading."""
 import copy
 import warnings
 from collections import Counter
@@ -140,8 +140,8 @@ def test_contexts_that_outgrow_the_capacity(kind):
 def test_the_docstrings_lines_decode(module, llama, tmp_path, monkeypatch):
     """And expand gives softmax(logits / calibration temperature)."""
     name = module.__name__
-    save_drafter(tmp_path / f"my-{name}", name, random_draft_model(llama, name), llama,
-                 temperature=0.5)
+    draft_model = random_draft_model(llama, name)
+    save_drafter(tmp_path / f"my-{name}", name, draft_model, llama, temperature=0.5)
     monkeypatch.chdir(tmp_path)
     names = {name: module, "verify": verify, "cape": cape, "pct": pct, "model": llama,
              "ids": PROMPT}
