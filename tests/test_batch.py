@@ -4,7 +4,6 @@ A random case is a number, as in test_lossless.py; LONG=500 tries so many.
 """
 import os
 import random
-from collections import Counter
 from functools import cache, partial
 
 import pytest
@@ -55,8 +54,22 @@ def pair(kind, name, tree):
         return drafter, drafter.drawn if tree == "drawn" else drafter.chain
     return drafter, BUILDERS[tree] if drafter else verify.root_only
 
-def decode_both(number):
-    """A random case: its outputs as a batch, and one row after the other."""
+@pytest.mark.parametrize("number", range(COUNT))
+def test_each_row_is_what_it_is_alone(number, monkeypatch):
+    """Tokens, trees and accepted paths, also of sampled chains: their noise is the row's own.
+
+    In odd cases all entries beyond a row's own are large numbers: nothing may see them.
+    """
+    forward = batch.Batch.forward
+
+    def filled(self, trees):
+        self.reserve(max(self.lengths) + 64)
+        for row, length in enumerate(self.lengths):
+            self.stack[:, row, :, length:] = 1e4
+        return forward(self, trees)
+
+    if number % 2:
+        monkeypatch.setattr(batch.Batch, "forward", filled)
     rng = random.Random(number)
     name, kind = rng.choice(TARGETS), rng.choice(DRAFTERS)
     temperature = rng.choice([0.0, 0.0, 0.8])
@@ -77,39 +90,7 @@ def decode_both(number):
     drafters, builds = map(list, zip(*(pair(kind, name, tree) for _ in prompts)))
     if kind == "glide together":
         drafters = batch_glide.BatchGlide(drafters[0])
-    return batch.generate(target, drafters, builds, prompts, limits, rules, eos), alone
-
-@pytest.mark.parametrize("number", range(COUNT))
-def test_each_row_is_what_it_is_alone(number):
-    """Tokens, trees and accepted paths, also of sampled chains: their noise is the row's own."""
-    for row, alone in zip(*decode_both(number)):
-        assert row.tokens == alone.tokens
-        assert row.rounds == alone.rounds
-
-def test_no_unused_entry_is_seen(monkeypatch):
-    """Before each forward all entries beyond a row's own are large numbers, and nothing changes."""
-    forward = batch.Batch.forward
-
-    def filled(self, trees):
-        self.reserve(max(self.lengths) + 64)
-        for row, length in enumerate(self.lengths):
-            self.stack[:, row, :, length:] = 1e4
-        return forward(self, trees)
-
-    monkeypatch.setattr(batch.Batch, "forward", filled)
-    for number in range(12):
-        for row, alone in zip(*decode_both(number)):
-            assert row.tokens == alone.tokens
-
-def test_rows_end_by_the_callers_word():
-    """Only those rows: the others go on to their limits."""
-    target = verify.Target(shared("llama"))
-    over, counts = set(), Counter()
-    prompts = [[1], [2, 3], [4]]
-    for done in batch.rounds(target, None, verify.root_only, prompts, 9, over=over):
-        counts.update(done.keys())
-        over |= {1} if counts[1] == 4 else set()
-    assert counts == {0: 9, 1: 4, 2: 9}
+    assert batch.generate(target, drafters, builds, prompts, limits, rules, eos) == alone
 
 def test_what_is_refused_is_a_sentence():
     mistral, target = AnyTarget(shared("mistral")), verify.Target(shared("llama"))
@@ -127,13 +108,11 @@ def test_positions_that_the_model_counts_itself():
     outputs = batch.generate(gpt2, None, verify.root_only, [[1], [2, 3]], 5)
     assert_plain(gpt2.model, [2, 3], outputs[1].tokens, 5)
 
-@pytest.mark.parametrize("kind", ["glide", "edd", "mixture", "maxgram"])
-def test_copies_share_weights_and_no_state(kind):
+@pytest.mark.parametrize("kind", ["glide", "mixture", "maxgram"])
+def test_copies_share_no_state(kind):
     both = batch.copies(list(pair(kind, "llama", "chain")), 2)
     drafters, builds = map(list, zip(*both))
     target = verify.Target(shared("llama"))
     out = batch.generate(target, drafters, builds, [[1, 2, 1, 2], [3]], 12)
     alone = verify.generate(target, *pair(kind, "llama", "chain"), [3], 12)
     assert out[1].rounds == alone.rounds
-    models = [getattr(getattr(x, "drafter", x), "model", None) for x in drafters]
-    assert models[0] is models[1]

@@ -11,23 +11,18 @@ def row_after(path, vocab=7):
     return (3 * torch.randn(vocab, generator=g, dtype=torch.float64)).softmax(-1)
 
 # ---------------------------------------------------------------- the expanded proposal
-def test_the_constants_are_the_papers():
-    """4.2: S(p) on "(0, 0.3], (0.3, 0.6], (0.6, 0.8], and (0.8, 1]".  5.1: gamma 5.  5.3: at most
-    32 tokens to verify, beam size 4.  5.4: "we set the size of the expansion sets to 4".
-    """
-    assert (cape.SIZES, cape.EDGES) == ((7, 5, 3, 1), (0.3, 0.6, 0.8))
-    assert (cape.GAMMA, cape.MAX_NODES, cape.WIDTH, cape.SIZE) == (5, 32, 4, 4)
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_bins_are_closed_on_the_right(dtype):
     """Each edge, in the drafter's precision, is in the bin below it; the next number is not."""
     edges = torch.tensor([0.3, 0.6, 0.8, 1.0], dtype=dtype)
     assert cape.num_extras(edges).tolist() == [7, 5, 3, 1]
     assert cape.num_extras(torch.nextafter(edges[:3], edges[3])).tolist() == [5, 3, 1]
-    assert cape.num_extras(edges, (2,), ()).tolist() == [2] * 4
 
-def paper_sets(rows, root, gamma, sizes=cape.SIZES, edges=cape.EDGES, max_nodes=32):
-    """Section 4.2 read literally, on Python floats -> chain, {(position, token)} of the extras."""
+def paper_sets(rows, root, gamma, sizes=(7, 5, 3, 1), edges=(0.3, 0.6, 0.8), max_nodes=32):
+    """Section 4.2 read literally, on Python floats -> chain, {(position, token)} of the extras.
+
+    S(p) on "(0, 0.3], (0.3, 0.6], (0.6, 0.8], and (0.8, 1]"; 5.3: at most 32 tokens to verify.
+    """
     chain, candidates, joint, last = [], [], 1.0, root
     for i in range(gamma):
         ranked = sorted(range(len(rows)), key=lambda x: -rows[last][x])
@@ -68,6 +63,7 @@ def test_cape_is_a_literal_reading_of_the_section(zeros, settings):
 
 # ---------------------------------------------------------------- the baselines
 def test_the_fixed_size_control_has_four_extras_everywhere():
+    """5.1: gamma 5.  5.4: "we set the size of the expansion sets to 4"."""
     tree = cape.fixed(table_expand(random_table(3, vocab=20)), torch.tensor([0]))
     assert torch.bincount(tree.parents[1:]).tolist() == [5] * 5        # one of the chain, and four
 
@@ -89,6 +85,8 @@ def test_chain_and_beam_follow_the_drafters_paths():
         for gamma, width in ((4, 3), (2, 33)):                         # wider than the vocabulary
             found = sequences(cape.beam(path_expand(row_after), root, gamma, width))
             assert found == beams(seed, gamma, width)
+        found = sequences(cape.beam(path_expand(row_after), root))
+        assert found == beams(seed, 5, 4), "section 5.3"
         chain = beams(seed, 4, 1)
         assert sequences(cape.chain(path_expand(row_after), root, 4)) == chain
 

@@ -36,21 +36,7 @@ def all_nodes(table, start, expands, width, depth):
 
     return below((start,), 1.0)
 
-def without_leaves(nodes, leaf):
-    """Remove leaves under the threshold, again and again."""
-    nodes, bare = dict(nodes), [()]
-    while bare:
-        inner = {node[:-1] for node in nodes}
-        bare = [node for node in nodes if nodes[node] < leaf and node not in inner]
-        for node in bare:
-            del nodes[node]
-    return nodes
-
 # ---------------------------------------------------------------- section 3.2
-def test_the_constants_are_the_papers():
-    """Appendix B: width 5, depth 10, leaves under 0.01."""
-    assert (pct.WIDTH, pct.DEPTH, pct.LEAF) == (5, 10, 0.01)
-
 def test_a_confidence_that_bfloat16_rounded_above_1_is_1():
     """Else a child would be more probable than its parent, and be kept without it."""
     def expand(tokens, parents):
@@ -61,6 +47,7 @@ def test_a_confidence_that_bfloat16_rounded_above_1_is_1():
 @pytest.mark.parametrize("zeros", [0.0, 0.6])
 def test_pct_and_token_confidence_equal_the_recursive_program(zeros):
     rng = random.Random(0)
+    assert (pct.WIDTH, pct.DEPTH, pct.LEAF) == (5, 10, 0.01), "appendix B"
     for seed in range(120):
         table, root = random_table(seed, vocab=8, zeros=zeros), torch.tensor([seed % 8])
         rows = table.tolist()
@@ -78,8 +65,9 @@ def test_pct_and_token_confidence_equal_the_recursive_program(zeros):
         def likeliest_first(path, nodes=nodes):
             return [-nodes[path[:i + 1]] for i in range(len(path))]
         found = [path[1:] for path in sequences(tree)[1:]]
-        kept = without_leaves(nodes, leaf)
-        kept = sorted(kept, key=lambda path, p=kept: -p[path])[:most]
+        # A child is no more probable than its parent: what is cut are leaves, again and again.
+        kept = [path for path in nodes if nodes[path] >= leaf]
+        kept = sorted(kept, key=lambda path, nodes=nodes: -nodes[path])[:most]
         assert found == sorted(kept, key=likeliest_first)
 
         # Table 3: the own confidence in the place of the expected time gain
@@ -89,7 +77,7 @@ def test_pct_and_token_confidence_equal_the_recursive_program(zeros):
         def is_sure(path, joint, rows=rows):
             return len(path) == 1 or rows[path[-2]][path[-1]] >= 0.3
         nodes = all_nodes(table, seed % 8, is_sure, 5, 4)
-        assert paths(tree) == set(without_leaves(nodes, leaf))
+        assert paths(tree) == {path for path in nodes if nodes[path] >= leaf}
 
 def test_what_equals_a_threshold_is_expanded_and_kept():
     """A child as probable as its parent comes after it, where the cap cuts, too."""

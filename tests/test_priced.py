@@ -138,22 +138,12 @@ def test_trees_are_drafted_by_their_rule_and_give_the_highest_rate():
         assert kept == set(list(chain)[:-n]) and not b.expand.calls
         assert sorted(b.build.balance.values())[:2] == pytest.approx([-1, priced.RETRY - 1])
         silent[bool(kept)] += 1
+        if kept:
+            # G_0 of Eq. 6: how many tokens of this chain, N_0, were right is known a round later.
+            *known, last = max(kept, key=len)
+            b.build.mixture.begin(SimpleNamespace(ids=known), last + 1)
+            assert b.build.right(len(known)) == len(known) - 1
     assert min(silent) > 40, "the root alone, and chains"
-
-@pytest.mark.parametrize("p, settings, calls, nodes", [
-    (1.0, dict(cost=1.0, node_price=0.0, start=0.0, depth=4), 4, 4),         # r = 2/2 = ... = 5/5
-    (0.5, dict(cost=0.0, node_price=0.25, start=0.25), 2, 0),               # r = 1.5/1.5, s p = .25
-    (0.5, dict(cost=0.0, node_price=0.5, start=0.0, depth=1), 1, 0)])        # 1.5/1.5 = 1/1
-def test_what_is_worth_exactly_its_price_is_drafted_and_not_verified(p, settings, calls, nodes):
-    """Eq. 4 and 5 hold with equality."""
-    table, drafted = torch.tensor([[p, 0.0]]).double(), []
-
-    def expand(tokens, parents):
-        drafted.append(len(parents))
-        return table
-    expand.remaining = 99
-    tree = priced.PctCost(**settings)(expand, ROOTS)
-    assert len(drafted) == calls and len(tree.tokens) == 1 + nodes
 
 # ---------------------------------------------------------------- prices and balances
 class Machine:
@@ -170,10 +160,7 @@ class Machine:
         self.time += self.step * steps * slower * self.rng.lognormvariate(0, 0.05)
 
     def decode(self, rounds, likely=(0.2, 0.4, 0.7), accepted=6, root=ROOT):
-        """Decode a sequence -> its trees' numbers of nodes.
-
-        likely: the drafter's confidences.  accepted: the most nodes that are right.
-        """
+        """Decode a sequence, of whose nodes at most `accepted` are right -> the trees' sizes."""
         def forward(tokens, parents):
             self.spend(self.prices[0])
             p = self.rng.choice(likely)
@@ -187,23 +174,23 @@ class Machine:
             sizes.append(nodes)
         return sizes
 
-@pytest.mark.parametrize("step, prices", [
-    (0.05, (0.06, 0.012, 0.15)), (10.0, (0.15, 0.03, 0.4)), (1e-3, (0.03, 0.02, 0.0))])
-def test_prices_are_those_of_the_machine(step, prices):
-    """Though other programs disturbed the first rounds."""
-    machine = Machine(priced.PctCost(), step, prices)
+@pytest.mark.parametrize("step, prices, given", [
+    (0.05, (0.06, 0.012, 0.15), {}), (10.0, (0.15, 0.03, 0.4), {}),
+    (0.05, (0.06, 0.012, 0.15), {"node_price": 0.5, "start": 0.0})])
+def test_prices_are_those_of_the_machine(step, prices, given):
+    """Though other programs disturbed the first rounds; but a price that is given stays."""
+    machine = Machine(priced.PctCost(**given), step, prices)
     machine.disturbed = True
     machine.decode(100)
     machine.disturbed = False
     machine.decode(300)
-    assert machine.build.prices[:2] == pytest.approx(prices[:2], rel=0.3)
-    assert machine.build.prices.start == pytest.approx(prices[2], abs=0.15)
-
-def test_a_price_that_is_given_stays():
-    build = priced.PctCost(node_price=0.5, start=0.0)
-    Machine(build).decode(60)
-    cost, *others = build.prices
-    assert others == [0.5, 0.0] and cost == pytest.approx(0.06, rel=0.2)
+    found = machine.build.prices
+    assert found.cost == pytest.approx(prices[0], rel=0.3)
+    if given:
+        assert found[1:] == tuple(given.values())
+    else:
+        assert found.node_price == pytest.approx(prices[1], rel=0.3)
+        assert found.start == pytest.approx(prices[2], abs=0.15)
 
 def repeating():
     """Max-Gram, sure of a chain that follows the root 7."""
