@@ -242,7 +242,7 @@ def methods_of(loaded, drafters, trees, temperature):
         name, drafter = f"{call.label} x {tree.label}", loaded.drafter(call)
         try:
             build = builder(drafter, tree)
-        except UserError as why:
+        except (UserError, TypeError) as why:            # TypeError: a setting that it lacks
             loaded.notes.append(f"no {name}: {why}")
             continue
         if tree.name == "pct-cost" and not isinstance(drafter, Cascade):

@@ -356,7 +356,7 @@ def test_a_score_depends_on_the_distance_alone(name):
 def test_another_rope_than_llamas_is_a_valueerror_of_glide():
     dynamic = tiny("llama", rope_scaling=dict(rope_type="dynamic", factor=4.0))
     for model in (dynamic, made("GPT2LMHeadModel"), made("CohereForCausalLM")):
-        with pytest.raises(ValueError, match="glide.py serves llama, .*families.py serves others"):
+        with pytest.raises(ValueError, match="glide.py serves llama, .*see runtime.families.py"):
             glide.rope_of(model)
 
 def test_keys_that_rotate_in_an_unknown_way_are_refused():
