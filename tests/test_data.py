@@ -5,9 +5,8 @@ it, with their labels between brackets, or why it is left out, or the sentence t
 """
 import copy
 import gzip
-import io
 import json
-import sys
+import re
 
 import numpy as np
 import pytest
@@ -16,10 +15,10 @@ from tokenizers.processors import TemplateProcessing
 
 from runtime import chats, text
 from runtime.errors import UserError
-from training import documents, prepare
+from training import documents
 
-TAGS = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}")
+ASK = "{% if add_generation_prompt %}<assistant>{% endif %}"
+TAGS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}" + ASK
 
 @pytest.fixture(scope="module")
 def tokenizer():
@@ -51,40 +50,29 @@ CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 # A row -> what is learned from it; or, after "left out", words of the reason
 ROWS = [
-    # chats
-    (chat("q", "a"), QA),
     ({"conversations": turns("q", "a", role="from", content="value", names=("human", "gpt"))}, QA),
     ({"Messages": turns("q", "a", names=("User", "MODEL"))}, QA),
     ({"messages": json.dumps([U, A])}, QA),
-    ({"messages": [{"from": None, "value": None, **turn} for turn in (U, A)]}, QA),
     ({"conversation": [{"human": "q", "assistant": "a"}]}, QA),
     (chat("q", "a", "b", "c"), "<user>q|<assistant>⟦a|⟧<user>b|<assistant>⟦c|⟧"),
     ({"system": "s", "conversations": [U, A]}, "<system>s|" + QA),
-    ({"messages": [{"role": "system", "content": None}, U, A]}, QA),
     (chat("q", names=("critic",)), "left out: a role is unknown: critic"),
-    ({"messages": "hi"}, "left out: messages is a string, and no list of turns"),
     ({"contents": [{"role": "user", "parts": [{"text": "q"}]},
                    {"role": "model", "parts": [{"text": "a"}]}]}, QA),
     (U, "left out: it is a single message"),
-    # which answers are learned
     ({"messages": [U, {**A, "weight": 0}, U, {**A, "weight": "1.0", "train": "yes"}]},
      "<user>q|<assistant>a|<user>q|<assistant>⟦a|⟧"),
     *[({"messages": [U, {**A, name: value}]}, "left out: no answer to learn is in messages")
       for name, value in (("weight", -1), ("train", "False"), ("loss_mask", 0))],
     ({"messages": [{"role": "system", "content": "s"}, A, U, A]}, "<system>s|" + QA),
-    # contents
-    (chat("q", False), "<user>q|<assistant>⟦false|⟧"),
     (chat("q", PARTS), "<user>q|<assistant>⟦ab|⟧"),
     (chat("q", [{"type": "reasoning_text", "text": "r"}, *PARTS]),
      "left out: content has a part of type reasoning_text"),
-    (chat(None, "a"), "left out: no answer to learn is in messages (the rest of a chat, from a"),
-    (chat("q", "a", "", "b"), QA),
     ({"messages": [U, A, U, CALL, {"role": "tool", "content": "5"}, A]}, QA + "<user>q|"),
     ({"messages": [U, {**A, "tool_calls": []}, {"role": "function", "content": "5"}, A]},
      QA + "<tool>5|<assistant>⟦a|⟧"),
     ({"text": "a \ud83d b", "source": "\udc00", "\ud800": 1}, "⟦a \ufffd b</s>⟧"),
     ({"Text": "other", "text": "a text"}, "⟦a text</s>⟧"),
-    # a question and its answer
     ({"instruction": "q", "context": "c", "response": "a"}, "<user>q\nc|<assistant>⟦a|⟧"),   # Dolly
     ({"instruction": "q", "input": "", "output": "a", "text": "all", "system": "s"},
      "<system>s|" + QA),                                                                    # Alpaca
@@ -94,18 +82,11 @@ ROWS = [
     ({"text": "q", "code": "a", "task_id": 1}, QA),                                          # MBPP
     ({"problem": "q", "solution": "a", "answer": "42"}, QA),                                 # MATH
     ({"Question": "q", "Answer": 42}, "<user>q|<assistant>⟦42|⟧"),                          # GSM8K
-    ({"question": "q", "reply_text": "a"}, "left out: no answer to learn is in question (its fiel"),
-    # texts and token ids
-    ("a text", "⟦a text</s>⟧"),
-    ({"text": "a text</s>"}, "⟦a text</s>⟧"),
     ({"prompt": "def f():\n", "canonical_solution": "  pass"}, "def f():\n⟦  pass</s>⟧"),
     ({"prompt": [7, 8], "answer": [9, 10]}, "'(⟦)*⟧"),
     ({"input_ids": [7, 8, 9], "labels": [-100, 8, -100]}, "'⟦(⟧)"),
-    ({"input_ids": [7, 8], "text": "a text"}, "⟦a text</s>⟧"),
     ({"ids": [7, 8, 9], "completion_mask": [0, 0, 1]}, "'(⟦)⟧"),
     ({"ids": [7, 8], "labels": [7, 9]}, "left out: labels are of other tokens than ids"),
-    ({"ids": [7, 8], "labels": [7]}, "left out: labels are of other tokens than ids"),
-    ({"ids": [5]}, "left out: it has a single token"),
     ({"text": " "}, "left out: it is empty"),
 ]
 
@@ -126,13 +107,10 @@ FILES = [
     ("x.jsonl", json.dumps([U, A]) + "\n" + json.dumps([U, A]), [PLAIN] * 2),
     ("x.txt", BOM + "\na text\n", ["⟦\na text\n</s>⟧"]),
     ("x", "[1] a text", ["⟦[1] a text</s>⟧"]),
-    ("x.txt", "", "it is empty"),
-    ("x.jsonl", "\n", "holds no text to learn from: the files hold no rows"),
+    ("x.jsonl", "\n", "holds no text to learn from"),
     ("x.csv", "q,a\n", "make JSON lines of it, by pandas"),
-    ("x.tar.gz", b"", "unpack it first"),
-    ("x.txt", LINES.encode("utf-16"), "it holds NUL bytes: turn UTF-16 into UTF-8"),
+    ("x.txt", LINES.encode("utf-16"), "turn UTF-16 into UTF-8"),
     ("x.jsonl", LINES + "{", "line 3 of .*x.jsonl cannot be read as text or JSON lines"),
-    ("x.json", '[\n{"a": 1},\n{"b"}]', "line 3 of .*x.json cannot be read"),
     ("x.txt", "a\nb\xff".encode("latin-1"), "line 2 of .*x.txt cannot be read"),
     ("x.jsonl.gz", gzip.compress(LINES.encode())[:-9], "cannot be read"),
 ]
@@ -156,23 +134,17 @@ def test_of_a_folder_only_json_and_text_is_read(tokenizer, tmp_path):
     found, report = learned(tokenizer, None, top)
     assert found == [f"⟦{name}</s>⟧" for name in ("a.TXT", "b.txt", "d/e.txt")]
     assert "2 left out: of a folder only .json" in report and "README.md" in report
-    for path, words in (("", "an empty name"), (tmp_path / "no", "does not exist")):
-        with pytest.raises(UserError, match=f"--data: .*{words}"):
-            list(text.documents([path]))
 
 # ---------------------------------------------------------------- templates and labels
 # As Qwen3's: an assistant's thoughts are written for the last turn only.
 THINKS = ("{% for m in messages %}<{{ m.role }}>{% if loop.last and m.role == 'assistant' %}"
-          "(thought) {% endif %}{{ m.content }}|{% endfor %}"
-          "{% if add_generation_prompt %}<assistant>{% endif %}")
+          "(thought) {% endif %}{{ m.content }}|{% endfor %}" + ASK)
 # As R1's: the target is asked with the beginning of a thought.
-ASKS_FOR_A_THOUGHT = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}"
-                      "{% if add_generation_prompt %}<assistant><think>\n{% endif %}")
+ASKS_FOR_A_THOUGHT = TAGS.replace("<assistant>", "<assistant><think>\n")
 ALWAYS_ASKS = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}"
                "{% if m.role == 'assistant' %}</s>{% endif %}|{% endfor %}<assistant>")
 ENDS_NO_LAST_TURN = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if not loop.last or "
-                     "add_generation_prompt %}</s>{% endif %}{% endfor %}"
-                     "{% if add_generation_prompt %}<assistant>{% endif %}")
+                     "add_generation_prompt %}</s>{% endif %}{% endfor %}" + ASK)
 FOUR = turns("add a", "a + b", "return", "return b")
 # A template, and a chat -> what is learned: a text, or several
 LABELS = [
@@ -188,7 +160,6 @@ LABELS = [
                                "<user>add a</s><assistant>a + b</s><user>return</s><assistant>"
                                "⟦return b</s>⟧"]),
     ("{{ raise_exception('no') }}", [U, A], "left out: the chat template refuses it (no)"),
-    ("{% for %}", [U, A], "left out: the chat template refuses it"),
     ("{{ x }}", [U, A], "left out: it has a single token, or an answer that the template does not"),
 ]
 
@@ -207,16 +178,12 @@ def test_what_is_learned_from_a_row(tokenizer, tmp_path, template, row, expected
 
 @pytest.mark.parametrize("template", ["plain", "vicuna", "question"])
 def test_a_prompt_is_the_beginning_of_what_is_learned(tokenizer, tmp_path, template):
-    jinja = chats.template_of(template, tokenizer)
     path = write_rows(tmp_path / "x.jsonl", [FOUR])
     [whole], _ = learned(tokenizer, template, path)
-    whole = whole.replace("⟦", "").replace("⟧", "")
+    before, answer, between, *_ = re.split("[⟦⟧]", whole)
     document, = text.documents([path])
-    asked = []
-    for part, answer in zip(text.questions_of(document), ("a + b", "return b")):
-        asked += part
-        prompt = tokenizer.decode(chats.prompt_ids(asked, tokenizer, jinja))
-        assert whole.startswith(prompt) and whole[len(prompt):].lstrip().startswith(answer)
+    asked = chats.questions(document, tokenizer, template, 300, None)
+    assert [tokenizer.decode(ids) for ids in asked] == [before, before + answer + between]
 
 def test_a_text_begins_and_ends_once_and_a_prompt_does_not_end(tokenizer, tmp_path):
     """Also by a tokenizer that writes its end of text before and after each text."""
@@ -229,30 +196,15 @@ def test_a_text_begins_and_ends_once_and_a_prompt_does_not_end(tokenizer, tmp_pa
     path = write_rows(tmp_path / "x.jsonl", rows)
     found, _ = learned(own, None, path)
     assert found == ["⟦</s>a b</s>⟧", "⟦</s>a b</s>⟧", "</s>a⟦ b</s>⟧", "</s>" + QA]
-    template = chats.template_of(None, own)
-    prompts = [chats.prompt_ids(text.questions_of(document)[0], own, template)
-               for document in text.documents([path])]
+    prompts = [ids for document in text.documents([path])
+               for ids in chats.questions(document, own, None, 300, None)]
     asked = ["</s>a b", "</s>a b", "</s>a", "</s><user>q|<assistant>"]
     assert list(map(own.decode, prompts)) == asked
-
-def test_templates_by_name(tokenizer):
-    own = copy.deepcopy(tokenizer)
-    assert chats.template_of(None, own).source == chats.QUESTION, "it has none"
-    for own.chat_template in (TAGS, {"default": TAGS, "tools": "x"}):
-        assert chats.template_of(None, own).source == TAGS
-    own.chat_template = {"tools": "x", "rag": "y"}
-    for name, words in ((None, "is missing"), ("bush", "bush")):
-        with pytest.raises(UserError, match=f"--template .*{words}.*choose plain or question"):
-            chats.template_of(name, own)
-    for arguments in ("{", "[]"):
-        with pytest.raises(UserError, match="--template-args is no JSON object"):
-            chats.template_of("plain", own, arguments)
 
 # As Qwen3's: tools, a name, an answer's reasoning, and a switch.
 READS_MORE = ("{% if tools %}[{{ tools[0].name }}]{% endif %}"
               "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content and thinks %}"
-              "({{ m.reasoning_content }}){% endif %}{{ m.content }}|{% endfor %}"
-              "{% if add_generation_prompt %}<assistant>{% endif %}")
+              "({{ m.reasoning_content }}){% endif %}{{ m.content }}|{% endfor %}" + ASK)
 
 def test_what_a_template_can_read_reaches_it(tokenizer, tmp_path):
     """Reasoning, tools and arguments, when learning and when asking; all else is named."""
@@ -267,8 +219,6 @@ def test_what_a_template_can_read_reaches_it(tokenizer, tmp_path):
     assert "not read: Messages, id, value" in report.lines()[0]
     [asked] = chats.questions(document, tokenizer, str(tmp_path / "t.jinja"), 300, None)
     assert tokenizer.decode(asked) == "[add]<user>q|<assistant>"
-    _, report = learned(tokenizer, "plain", path)
-    assert "not read: Messages, id, reasoning_content, tools, value" in report
 
 def test_labels_are_found_by_the_ends_of_tokens():
     """From the first token that reaches into an answer; a special token's offset may be (0, 0)."""
@@ -287,7 +237,7 @@ def test_prompts_are_balanced_by_kind(tmp_path):
     assert asked == [("a", "a0"), ("x", "x0"), ("3", "30"), ("a", "a1"), ("x", "x1"), ("a", "a2")]
     assert found[1][1].place == f"row 3 of {path}"
 
-# A row -> its questions, each after what comes before it; or words of the reason
+# A row -> its questions, each after what comes before it
 QUESTIONS = [
     ({"turns": ["one", "two"]}, ["<user>one|<assistant>", "<user>one|<assistant>own|<user>two|"
                                  "<assistant>"]),
@@ -297,7 +247,6 @@ QUESTIONS = [
     ({"prompt": "def f():\n", "canonical_solution": "  pass"}, ["def f():\n"]),
     ({"prompt": "a"}, ["a"]),
     ({"ids": [7, 8, 9, 10], "labels": [-100, 8, -100, 10]}, ["'"]),
-    ({"messages": [A]}, "no question is in messages"),
 ]
 
 @pytest.mark.parametrize("row, expected", QUESTIONS, ids=lambda value: str(value)[:60])
@@ -305,11 +254,7 @@ def test_what_a_row_asks(tokenizer, tmp_path, row, expected):
     (tmp_path / "t.jinja").write_text(TAGS)
     document, = text.documents([write_rows(tmp_path / "x.jsonl", [row])])
     asked = chats.questions(document, tokenizer, tmp_path / "t.jinja", 300, lambda ids: "own")
-    if isinstance(expected, str):
-        with pytest.raises(UserError, match=expected):
-            list(asked)
-    else:
-        assert [tokenizer.decode(ids) for ids in asked] == expected
+    assert [tokenizer.decode(ids) for ids in asked] == expected
 
 # ---------------------------------------------------------------- prepared data
 def test_a_prepared_folder_holds_documents_as_they_are_encoded(tmp_path, tokenizer):
@@ -333,26 +278,3 @@ def test_a_prepared_folder_holds_documents_as_they_are_encoded(tmp_path, tokeniz
                                    (tokenizer_of("other text"), "plain", "another tokenizer")):
         with pytest.raises(UserError, match=f"was prepared with {words}"):
             documents.read(folder, other, chats.template_of(template, other))
-
-def test_show_prints_documents_and_writes_nothing(tokenizer, tmp_path, monkeypatch):
-    """The first of each form, their labels between brackets; also where stdout is ASCII."""
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    rows = [{"text": f"def add{i}"} for i in range(4)] + [{"question": "add", "answer": "a"}]
-    path = write_rows(tmp_path / "rows.jsonl", rows)
-    argv = [str(path), "--tokenizer", str(tmp_path / "tokenizer"), "--template", "question"]
-    for encoding, (begin, end) in (("utf-8", "⟦⟧"), ("ascii", "??")):
-        written = io.BytesIO()
-        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
-        assert prepare.main([*argv, "--show", "3"]) == 0
-        sys.stdout.flush()
-        out = written.getvalue().decode(encoding)
-        shown = [f"{begin}def add{i}</s>{end}" in out for i in range(4)]
-        assert shown == [True] * 3 + [False] and f"Question: add\nAnswer:{begin} a" in out
-        assert "4 read as text: " in out and "1 read as question + answer: " in out
-    assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "tokenizer"}
-
-def test_data_without_a_prompt_is_told_so(tokenizer, tmp_path):
-    path = write_rows(tmp_path / "y.jsonl", [{"question": "q", "held_out": True}] * 3)
-    template = chats.template_of("plain", tokenizer)
-    with pytest.raises(UserError, match="holds no prompt to ask: 3 left out: it is held out"):
-        documents.prompts_in([path], tokenizer, template, 99)

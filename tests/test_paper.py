@@ -10,7 +10,7 @@ import paper
 import pytest
 import torch
 from helpers import bench_args, write_rows
-from runs import RUNS, Run
+from runs import Run
 
 import bench
 import verify
@@ -57,7 +57,7 @@ def test_ratios_and_differences_are_paired_over_questions(page):
     assert difference == pytest.approx((1.5 + 0.5 - 1) / 3) and low < 0 < high
     assert paper.compare("run", "tau on chat", "d x fast", "d x slow")[0] == pytest.approx(1.0)
 
-def test_a_page_is_filled_as_it_is_written_and_what_is_not_measured_stays_open(page, capsys):
+def test_a_page_is_filled_as_it_is_written_and_what_is_not_measured_stays_open(page):
     text = ("<!--run tau: d x fast-->0.0 and <!--run speedup: d x fast / d x slow-->9x [9, 9], "
             "<!--run tau: d x fast / d x slow-->+.00, <!--run tau: d x new-->open, "
             "<!--run speedup: d x fast / d x slow-->open\n")
@@ -71,7 +71,6 @@ def test_a_page_is_filled_as_it_is_written_and_what_is_not_measured_stays_open(p
     assert paper.check() == 0
     (paper.ROOT / "docs" / "page.md").write_text("<!--run tau: d x fast-->3.1")
     assert paper.check() == 1
-    assert "should be <!--run tau: d x fast-->3.0" in capsys.readouterr().err
 
 def test_a_claim_is_reproduced_where_all_intervals_are_above(page):
     above, below, unknown = (f"<!--run speedup: d x {methods}-->open" for methods in (
@@ -120,12 +119,5 @@ def test_a_run_of_each_kind_of_method(small, tmp_path):
     rows = rows_of("--temperature 1", [(["edd"], ["drawn"])])
     assert 0 < rows["edd x drawn"]["alpha_overlap"] < 1 < rows["edd x drawn"]["tau"]
     rows = rows_of("--limit 1", [(["glide"], ["cape"])], (), (2,), True)
-    assert [row["prompts"] for row in rows.values()] == [2, 2] and "glide x cape, 2 rows" in rows
-
-@pytest.mark.parametrize("name", [name for name in RUNS if RUNS[name].methods])
-def test_the_runs_name_drafters_and_trees_that_bench_knows(name):
-    for drafters, trees in RUNS[name].methods:
-        assert [bench.read_call(tree, bench.TREES, "tree").label for tree in trees] == trees
-        if "--checkpoint" not in RUNS[name].flags:
-            found = bench.load.drafter_calls(drafters, bench.load.CHECKPOINTS)
-            assert [call.label for call in found] == drafters
+    assert [row["prompts"] for row in rows.values()] == [2, 2]
+    assert rows["glide x cape, 2 rows"]["lossless"]

@@ -3,8 +3,6 @@ metrics are what they say."""
 import json
 import math
 import os
-import re
-import shlex
 import signal
 import socket
 from types import SimpleNamespace
@@ -14,14 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import ROOT, Positional, plain, tiny, weighty
+from conftest import Positional, plain, tiny, weighty
 from helpers import TEXT, refused, save, tokenizer_of, write_rows
 
 import train
 import verify
 from runtime import families, load
 from runtime.errors import UserError
-from training import documents, evaluate, models, muon, prepare
+from training import documents, evaluate, models, muon
 
 NAMES = {"glide": "glide(width=16)", "edd": "edd(hidden=2)", "eagle": "eagle",
          "small": "small(loss='ce')", "own": "own=glide-shared(feed_forward=16, words=20)"}
@@ -75,15 +73,13 @@ def test_a_resumed_run_is_bit_for_bit_an_uninterrupted_one(
         return pieces_of_step(*given)
     pieces_of_step, state = train.pieces_of_step, tmp_path / "cut" / "state.pt"
     assert train.main(one("whole")) == 0
-    refused(capsys, one("cut", "--resume"), "--resume: there is no interrupted run", train.main)
     with monkeypatch.context() as patch:
         patch.setattr(train, "pieces_of_step", interrupted)
-        refused(capsys, one("cut"), "stopped after 3 of 4 steps: the same command with --resume "
-                "goes on", train.main)
+        refused(capsys, one("cut"), "stopped after 3 of 4 steps", train.main)
     assert torch.load(state, weights_only=True)["step"] == 3
     refused(capsys, one("cut"), "state.pt is there already", train.main)
-    refused(capsys, one("cut", "--seed", "1", "--resume"), "repeat the interrupted run's command, "
-            f"python train.py {shlex.join(one('cut'))} --resume", train.main)
+    refused(capsys, one("cut", "--seed", "1", "--resume"), "repeat the interrupted run's command",
+            train.main)
     assert train.main(one("cut", "--resume")) == 0 and not state.exists()
     assert saved(tmp_path / "whole", names) == saved(tmp_path / "cut", names)
     refused(capsys, one("cut"), f"cut/{names[0]} is there already", train.main)
@@ -147,14 +143,12 @@ def test_training_learns_and_writes_a_log_and_drafters(target, tmp_path):
     assert train.main(argv) == 0
     log = [json.loads(line) for line in open(out / "log.jsonl")]
     losses = [row["loss"] for row in log if "loss" in row]
-    assert [row["step"] for row in log if "loss" in row] == list(range(1, 51))
     _, last = [row["metrics"] for row in log if "metrics" in row]
     for name in names:
         assert last[name] == about_of(out, name)["validation"]
         assert losses[-1][name] < 0.8 * losses[0][name], name
     about = about_of(out, "glide")
-    assert about["command"] == "python train.py " + shlex.join(argv)
-    assert (about["kind"], about["seed"], about["tokens_seen"]) == ("glide", 0, 50 * 3 * 40)
+    assert (about["kind"], about["tokens_seen"]) == ("glide", 50 * 3 * 40) and len(losses) == 50
     model, tokenizer = load.load_target(target / "model", "float32", "cpu")
     assert about["target"] == load.fingerprint(model, tokenizer)
     # What was saved is what was trained: measured again, it drafts as well, but for bfloat16.
@@ -164,17 +158,6 @@ def test_training_learns_and_writes_a_log_and_drafters(target, tmp_path):
     prompts = evaluate.prompts_of(data.tokens, data.held_out, 40)
     again = evaluate.measure(verify.Target(model), {"glide": drafter}, prompts, data.kinds)
     assert again["glide"]["tau"] == pytest.approx(last["glide"]["tau"], rel=0.2)
-
-def test_text_of_another_target_and_no_held_out_text_are_told(target, tmp_path, capsys):
-    """Also of a folder that was prepared."""
-    rows = [{"prompt": list(range(9)), "answer": list(range(9, 40)), "target": "another"}] * 20
-    data, ready = str(write_rows(tmp_path / "rows.jsonl", rows)), str(tmp_path / "ready")
-    assert prepare.main([data, "--tokenizer", str(target / "model"), "--out", ready]) == 0
-    argv = flags(target, tmp_path / "out", "--data", ready, "--steps", "1", names=["glide"])
-    assert train.main(argv) == 0
-    out = capsys.readouterr().out
-    assert "warning: --data has text that another model than --target wrote" in out
-    assert "no text is held out: drafters are measured on what they learn" in out
 
 # ---------------------------------------------------------------- processes
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
@@ -186,11 +169,9 @@ def test_two_processes_are_one(target, tmp_path, monkeypatch):
     names, update = ["glide", "edd", "eagle"], train.update
 
     def keep(modules, losses, optimizers, lr, step):
-        kept = {f"{name} {key}": p.grad.clone() for name, module in modules.items()
-                for key, p in module.named_parameters() if p.grad is not None}
-        kept["losses"] = torch.tensor(list(losses.values()))
+        gradients = [p.grad for module in modules.values() for p in module.parameters()]
         rank, world = train.rank_and_world()
-        torch.save(kept, tmp_path / f"{world}-{rank}-{step}.pt")
+        torch.save((gradients, losses), tmp_path / f"{world}-{rank}-{step}.pt")
         update(modules, losses, optimizers, lr, step)
     monkeypatch.setattr(train, "update", keep)
     assert train.main(flags(target, tmp_path / "one", names=names)) == 0
@@ -236,17 +217,11 @@ def frozen_for(model, modules):
     ("glide(layers=2, width=24, block=3)", {"layers_read": (1, 2), "width": 24, "block": 3}),
     ("vanilla", {"glimpse": False}), ("medusa(heads=2)", {"heads": 2}),
     ("edd(hidden=2, blocks=(5, 5))", {"hidden": 2, "blocks": (5, 5), "encoding": True}),
-    ("vdm(loss='ce')", {"encoding": False, "loss": "ce"}), ("eagle", {"hidden": 3}),
+    ("vdm(loss='ce')", {"encoding": False, "loss": "ce"}),
     ("glide-shared(feed_forward=24, words=5, loss='lk')", {"feed_forward": 24, "loss": "lk"})])
 def test_calls_become_their_settings(text, expected, llama):
     config = vars(start(text, llama).config)
     assert {key: config[key] for key in expected} == expected
-
-def test_a_call_may_have_a_name():
-    calls = models.calls_of(["top=glide(norm=False)", "glide(layer=1)"])
-    assert [(name, call.name) for name, call in calls.items()] == [
-        ("top", "glide"), ("glide", "glide")]
-    assert calls["top"].settings == {"norm": False}
 
 def test_a_drafter_starts_from_the_target_where_the_widths_agree():
     """By copies of its embedding and head."""
@@ -255,15 +230,8 @@ def test_a_drafter_starts_from_the_target_where_the_widths_agree():
     wide = start("glide", model)
     assert torch.equal(wide.embed.weight, embed) and torch.equal(wide.head.weight, head)
     assert wide.head.weight.data_ptr() != head.data_ptr()
-    for other in (start("glide(tables='random')", model), start("glide(width=24)", model)):
-        assert not torch.equal(other.head.weight[:, :24], head[:, :24])
-
-def test_the_commands_of_the_documentation_are_understood():
-    text = (ROOT / "README.md").read_text() + (ROOT / "docs" / "training.md").read_text()
-    commands = re.findall(r"^python train\.py (.*)", text, re.M)
-    assert len(commands) > 2
-    for command in commands:
-        assert models.calls_of(train.parser().parse_args(shlex.split(command)).drafters)
+    other = start("glide(tables='random')", model)
+    assert not torch.equal(other.head.weight, head)
 
 # ---------------------------------------------------------------- pieces, steps, parts
 def test_pieces_are_documents_or_batches_of_them():
@@ -287,27 +255,22 @@ def pieces_at_random(n):
 def test_an_epoch_has_every_piece_once_in_even_steps():
     pieces = pieces_at_random(1000)
     count = pieces[:, 1].sum() // 512
-    first, again, other = ([train.pieces_of_step(pieces, 512, seed, i) for i in range(2 * count)]
-                           for seed in (0, 0, 1))
+    first, other = ([train.pieces_of_step(pieces, 512, seed, i) for i in range(2 * count)]
+                    for seed in (0, 1))
     sizes = np.cumsum([step[:, 1].sum() for step in first[:count]])
     assert all(512 * (i + 1) <= size < 512 * (i + 1) + 100 for i, size in enumerate(sizes))
     for epoch in (first[:count], first[count:]):
         seen = np.concatenate(epoch)
         left = pieces[:, 1].sum() - seen[:, 1].sum()
         assert len(set(seen[:, 0])) == len(seen) and left < 512, "once, but what fills no step"
-    assert all(map(np.array_equal, first, again)), "by the seed and the epoch"
     assert not np.array_equal(first[count], first[0]) and not np.array_equal(other[0], first[0])
-    few = train.pieces_of_step(pieces[:3], 512, 0, 5)
-    assert sorted(few[:, 0]) == [0, 1, 2], "too few for a step: one has all"
 
 def test_batches_of_a_step_fit_with_their_padding():
     pieces = pieces_at_random(40)
     batches = train.batches_of(pieces, 300)
     assert sorted(np.concatenate(batches)[:, 0]) == list(range(40)), "each piece once"
     padded = [len(batch) * batch[:, 1].max() for batch in batches]
-    assert max(padded) <= 300
-    assert sum(padded) < 1.1 * pieces[:, 1].sum(), "similar sizes side by side"
-    assert len(train.batches_of(pieces, 1)) == 40, "a piece alone, where none fits"
+    assert max(padded) <= 300 and sum(padded) < 1.1 * pieces[:, 1].sum(), "alike side by side"
 
 # ---------------------------------------------------------------- losses
 @pytest.mark.parametrize("text", ["edd(hidden=2, loss='ce')", "eagle", "medusa(heads=2)", "small",
@@ -336,18 +299,14 @@ def test_a_loss_with_padding_is_that_of_each_document(llama, text):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 def test_block_lengths_are_uniform_and_known_by_the_step():
-    """EDD, 3.1.  Drafters of one range have the same in each step."""
+    """EDD, 3.1."""
     module = SimpleNamespace(config=SimpleNamespace(blocks=(5, 10)))
-    found, again = ([train.block_of_step(module, 0, step) for step in range(3000)]
-                    for _ in range(2))
-    counts = np.bincount(found, minlength=11)
-    assert counts[5:].sum() == 3000 and abs(counts[5:] - 500).max() < 80 and found == again
+    counts = np.bincount([train.block_of_step(module, 0, step) for step in range(3000)])
+    assert len(counts) == 11 and counts[5:].sum() == 3000 and abs(counts[5:] - 500).max() < 80
 
-@pytest.mark.parametrize("texts, kv, hidden, logits", [
-    (["glide(layer=1)", "eagle", "edd-shared(hidden=2, words=4)"], {1}, {2, 3}, True),
-    (["edd(hidden=2, loss='ce')", "medusa"], set(), {2, 3}, False)])
-def test_a_batch_is_the_targets_own_forward(llama, texts, kv, hidden, logits):
+def test_a_batch_is_the_targets_own_forward(llama):
     """Its layers, hidden states and logits, where a drafter reads them."""
+    texts = ["glide(layer=1)", "eagle", "edd-shared(hidden=2, words=4)"]
     ids = torch.randint(12, (2, 9), generator=torch.Generator().manual_seed(0))
     cache = transformers.DynamicCache()
     with torch.no_grad():
@@ -355,15 +314,10 @@ def test_a_batch_is_the_targets_own_forward(llama, texts, kv, hidden, logits):
     batch = frozen_for(llama, {text: start(text, llama) for text in texts}).batch(
         ids.flatten().int().numpy(), np.array([[0, 9], [9, 9]]))
     assert torch.equal(batch.ids, ids)
-    assert batch.kv.keys() == kv and batch.hidden.keys() == hidden
-    for layer in kv:
-        own = cache.layers[layer].keys, cache.layers[layer].values
-        torch.testing.assert_close(batch.kv[layer], own)
-    for index in hidden:
-        torch.testing.assert_close(batch.hidden[index], out.hidden_states[index])
-    assert (batch.logits is not None) == logits
-    if logits:
-        torch.testing.assert_close(batch.logits, out.logits)
+    layer = cache.layers[1]
+    torch.testing.assert_close(batch.kv, {1: (layer.keys, layer.values)})
+    torch.testing.assert_close(batch.hidden, {i: out.hidden_states[i] for i in (2, 3)})
+    torch.testing.assert_close(batch.logits, out.logits)
 
 # ---------------------------------------------------------------- how drafters are measured
 def test_alpha_and_tau_are_those_of_chains_of_five(llama, monkeypatch):
@@ -402,7 +356,6 @@ def test_the_temperature_is_found_again():
         found = evaluate.fit_temperature([*zip(p, choice.tolist())])
         assert abs(found - t) <= 0.1 * max(1, t)
         assert found == min(evaluate.GRID, key=lambda t: F.cross_entropy(logits / t, choice).item())
-    assert evaluate.fit_temperature([]) == 1
     never = torch.tensor([0.5, 0.5, 0, 0, 0, 0, 0, 0])
     again = evaluate.fit_temperature([(never, 5), *zip(p, choice.tolist())])
     assert again == found, "what it cannot predict"

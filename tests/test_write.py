@@ -9,7 +9,7 @@ from helpers import refused, rows_of, write_rows
 
 import maxgram
 from runtime import chats, load
-from training import batched, bigram, documents, standin, write
+from training import batched, bigram, documents, write
 
 # ---------------------------------------------------------------- texts
 @pytest.mark.parametrize("name", ["llama", "mistral", "GPT2LMHeadModel", "BloomForCausalLM"])
@@ -41,7 +41,7 @@ def test_sampled_texts_have_the_models_distribution(llama):
 
 # ---------------------------------------------------------------- the command
 def test_rows_are_what_training_reads(small, tmp_path, capsys):
-    """No prompt twice; in training the answer alone is learned, and it is known who wrote it.
+    """No prompt twice; the form of rows is that of test_data's, and it is known who wrote them.
 
     A file that was cut is gone on with; others are refused.
     """
@@ -60,13 +60,7 @@ def test_rows_are_what_training_reads(small, tmp_path, capsys):
     rows = rows_of(out)
     found = [(row["prompt"], row["answer"], row["source"]) for row in rows]
     assert sorted(found) == sorted(expected.values()) and len(rows) == 5
-    template = chats.template_of(None, tokenizer)
-    documents.prepare([out], tokenizer, template, 300, tmp_path / "ready")
-    data = documents.read(tmp_path / "ready", tokenizer, template)
-    for row, (start, size, _) in zip(rows, data.documents):
-        tokens = data.tokens[start:start + size].tolist()
-        assert tokens == [~i for i in row["prompt"]] + row["answer"]
-    assert data.written_by == [documents.digest_of(load.fingerprint(model, tokenizer))]
+    assert rows[0]["target"] == documents.digest_of(load.fingerprint(model, tokenizer))
 
     lines = out.read_bytes().splitlines(keepends=True)
     out.write_bytes(b"".join(lines[:3]) + lines[3][:20])
@@ -74,34 +68,22 @@ def test_rows_are_what_training_reads(small, tmp_path, capsys):
     again = rows_of(out)
     assert again[:3] == rows[:3] and len(again) == 5
     assert [row["temperature"] for row in again[3:]] == [1.0, 0.0]
-    write_rows(out, [{**rows[0], "target": "another"}])
-    refused(capsys, argv, "was not written by this target", write.main)
-    out.write_text("a poem")
-    refused(capsys, argv, "holds something else than rows", write.main)
-    assert out.read_text() == "a poem"
+    for text, words in ((json.dumps({**rows[0], "target": "another"}) + "\n", "by this target"),
+                        ("a poem", "something else than rows")):
+        out.write_text(text)
+        refused(capsys, argv, words, write.main)
+        assert out.read_text() == text
 
 def test_prompts_of_chats_are_first_questions(small, tmp_path):
-    """And of other texts the first half."""
+    """And of other texts the first half.  What is held out is not asked."""
     tokenizer = load.load_tokenizer(small / "model")
-    rows = [{"turns": ["return", "more"], "category": "code"}, {"text": "def add(a, b)"}]
+    rows = [{"turns": ["return", "more"], "category": "code"}, {"text": "def add(a, b)"},
+            {"question": "q", "held_out": True}]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     template = chats.template_of("plain", tokenizer)
     (kind, question), (_, half) = documents.prompts_in([path], tokenizer, template, 90)
     assert kind == "code" and tokenizer.decode(question) == "USER: return\n\nASSISTANT:"
     assert "def add(a, b)".startswith(tokenizer.decode(half))
-
-def test_the_stand_in_goes_on_with_its_prompts(tmp_path, monkeypatch):
-    kinds = {name: ("Question:", 40, lambda text, rng: text.strip()[:60] or None) for name in "ab"}
-    monkeypatch.setattr(standin, "KINDS", kinds)
-    out, begun = tmp_path / "written.jsonl", tmp_path / "written.jsonl.prompts"
-    monkeypatch.setattr(standin, "LENGTH", 64)
-    argv = ["--out", str(out), "--texts", "4", "--device", "cpu", "--batch", "2"]
-    write_rows(begun, [{"source": "a", "prompt": "Question: How many?"}])
-    assert standin.main(argv) == 0
-    prompts, rows = rows_of(begun), rows_of(out)
-    assert [row["source"] for row in prompts] == ["a", "a", "b", "b"]
-    assert prompts[0]["prompt"] == "Question: How many?"
-    assert len(rows) == 4 and {row["temperature"] for row in rows} == {0.0, 1.0}
 
 # ---------------------------------------------------------------- bigram
 def test_the_bigram_is_counted_and_its_confidence_measured(small, tmp_path):
