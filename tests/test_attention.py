@@ -1,20 +1,19 @@
-"""Folded grouped queries against attention by hand, and against each model's own attention."""
+"""Folded grouped queries against copies of keys, and against each model's own attention."""
 import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import VOCAB, shared
 
 from runtime.attention import NAME, folded_attention
 from runtime.targets import any_target
 
-def by_hand(query, key, value, mask, scaling):
-    """Head for head, with copies of keys and values."""
+def repeated(query, key, value, mask):
+    """PyTorch's attention, with copies of keys and values."""
     g = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(g, 1), value.repeat_interleave(g, 1)
-    scores = query @ key.mT * scaling
-    scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -torch.inf)
-    return (scores.softmax(-1) @ value).transpose(1, 2)
+    return F.scaled_dot_product_attention(query, key, value, mask, scale=0.3).transpose(1, 2)
 
 def test_attention_is_that_of_repeated_keys(monkeypatch):
     """For masks of numbers and of bools, of all heads or each head's own, or none."""
@@ -31,12 +30,9 @@ def test_attention_is_that_of_repeated_keys(monkeypatch):
         mask[..., 0] = True
         if rng.random() < 0.5:
             mask = torch.where(mask, torch.randn(mask.shape).double(), -torch.inf)
-        expected = by_hand(query, key, value, mask, 0.3)
-        out, _ = folded_attention(None, query, key, value, mask, scaling=0.3, softcap=None)
-        torch.testing.assert_close(out, expected)
-        one, _ = folded_attention(None, query[:, :, :1], key, value, None, scaling=0.3)
-        everything = torch.zeros(1, t)
-        torch.testing.assert_close(one, by_hand(query[:, :, :1], key, value, everything, 0.3))
+        for x, seen in ((query, mask), (query[:, :, :1], None)):
+            out, _ = folded_attention(None, x, key, value, seen, scaling=0.3, softcap=None)
+            torch.testing.assert_close(out, repeated(x, key, value, seen))
     assert not own
     # What sdpa's own function decides about: a prompt, heads without groups, soft-capping
     folded_attention(None, query, key, value, None)
