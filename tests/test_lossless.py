@@ -252,9 +252,11 @@ def test_every_drafter_had_drafts_accepted():
 SHIPPED = {"glide": cape.cape, "glide-top": cape.beam, "vanilla": cape.chain, "edd": pct.pct,
            "vdm": pct.eagle2, "eagle": priced.PctCost(), "medusa": cape.cape}
 
+load_target = cache(load.load_target)
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_drafter_is_lossless(name):
-    model, tokenizer = load.load_target(load.STAND_IN, "float32", "cpu")
+    model, tokenizer = load_target(load.STAND_IN, "float32", "cpu")
     drafter, _ = families.load(load.CHECKPOINTS / name, model)
     prompt = tokenizer("Lucy had a paper boat. She wanted to see")["input_ids"]
     out = verify.generate(verify.Target(model), drafter, SHIPPED[name], prompt, 24)
