@@ -163,23 +163,56 @@ def test_peft():
     with pytest.raises(UserError, match="PEFT"):
         tuned[1].generate(**how)
 
+WHISPER = dict(
+    d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=48,
+    decoder_attention_heads=4, decoder_ffn_dim=48, pad_token_id=0, eos_token_id=VOCAB - 1,
+    num_mel_bins=8, max_source_positions=20, max_target_positions=24, suppress_tokens=None,
+    begin_suppress_tokens=None)
+
+@pytest.mark.skipif(transformers.__version__ < "5", reason="RoBERTa verifies chains alone, and "
+                    "generate() itself fails with the logits of a router and given position_ids")
+@pytest.mark.parametrize("kind, config, how", [
+    ("RobertaForCausalLM", dict(is_decoder=True, pad_token_id=1),      # positions after padding's
+     dict(token_type_ids=torch.zeros_like(PROMPT))),
+    ("MixtralForCausalLM", dict(num_key_value_heads=2, num_local_experts=4,
+                                output_router_logits=True), {}),
+    ("WhisperForConditionalGeneration", WHISPER, dict(input_features=torch.ones(1, 8, 40))),
+    ("LlamaForCausalLM", {}, dict(position_ids=torch.tensor([[0, 1, 2]])))])
+def test_what_generate_prepares_in_a_way_of_its_own_is_served(kind, config, how):
+    """By a chain, and but for an encoder-decoder by a tree."""
+    model = made(kind, **config)
+    hears = "input_features" in how
+    how = how if hears else {"inputs": PROMPT, **how}
+    own = model.generate(**how)
+    for build in [cape.chain] if hears else [cape.chain, cape.cape]:
+        fast = speculative(reciting(own[0].tolist(), VOCAB), build)
+        assert torch.equal(model.generate(custom_generate=fast, **how), own)
+        assert fast.last.tau > 1.5
+
+def slower(self, *given, **how):
+    """Positions grow otherwise after the prompt."""
+    found = LlamaForCausalLM._update_model_kwargs_for_generation(self, *given, **how)
+    return {**found, "position_ids": found["position_ids"] // 2}
+
 def after(self, *given, **how):
     """What is prepared is other after the prompt."""
     found = LlamaForCausalLM.prepare_inputs_for_generation(self, *given, **how)
     is_step = found["position_ids"].shape[1] == 1
     return {**found, "position_ids": found["position_ids"] + is_step}
 
-@pytest.mark.parametrize("name", ["prepare_inputs_for_generation", "_sample"])
-def test_a_class_or_an_instance_with_a_step_of_its_own_is_refused(name):
+@pytest.mark.parametrize("name, step", [
+    ("prepare_inputs_for_generation", after), ("_sample", after),
+    ("_update_model_kwargs_for_generation", slower)])
+def test_a_class_or_an_instance_with_a_step_of_its_own_is_refused(name, step):
     """Where it decodes otherwise by it; also where it was served before."""
-    kind = type("Own", (LlamaForCausalLM,), {name: after})
+    kind = type("Own", (LlamaForCausalLM,), {name: step})
     with pytest.raises(UserError, match="as its generate|of its own"):
         kind(made().config).generate(PROMPT, max_new_tokens=3, custom_generate=PLAIN)
     model = made()
     fast, own = same(model), getattr(model, name)
     setattr(model, name, own)                                  # PEFT leaves it bound there
     same(model)
-    setattr(model, name, MethodType(after, model))
+    setattr(model, name, MethodType(step, model))
     with pytest.raises(UserError, match="as its generate|of its own"):
         model.generate(PROMPT, custom_generate=fast)
 

@@ -19,7 +19,7 @@ import train
 import verify
 from runtime import families, load
 from runtime.errors import UserError
-from training import documents, evaluate, models, muon
+from training import documents, evaluate, models, muon, prepare
 
 NAMES = {"glide": "glide(width=16)", "edd": "edd(hidden=2)", "eagle": "eagle",
          "small": "small(loss='ce')", "own": "own=glide-shared(feed_forward=16, words=20)"}
@@ -158,6 +158,17 @@ def test_training_learns_and_writes_a_log_and_drafters(target, tmp_path):
     prompts = evaluate.prompts_of(data.tokens, data.held_out, 40)
     again = evaluate.measure(verify.Target(model), {"glide": drafter}, prompts, data.kinds)
     assert again["glide"]["tau"] == pytest.approx(last["glide"]["tau"], rel=0.2)
+
+def test_text_of_another_target_and_no_held_out_text_are_told(target, tmp_path, capsys):
+    """Also of a folder that was prepared."""
+    rows = [{"prompt": list(range(9)), "answer": list(range(9, 40)), "target": "another"}] * 20
+    data, ready = str(write_rows(tmp_path / "rows.jsonl", rows)), str(tmp_path / "ready")
+    assert prepare.main([data, "--tokenizer", str(target / "model"), "--out", ready]) == 0
+    argv = flags(target, tmp_path / "out", "--data", ready, "--steps", "1", names=["glide"])
+    assert train.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "warning: --data has text that another model than --target wrote" in out
+    assert "no text is held out: drafters are measured on what they learn" in out
 
 # ---------------------------------------------------------------- processes
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
