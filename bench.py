@@ -270,7 +270,10 @@ def measure(methods, prompts, temperature=0.0, done=0, rows=1, graphs=False):
     warm_up = prompts[done:] if graphs else prompts[done:done + 1]
     for prompt in warm_up:
         for method in methods:
-            method.decode([prompt] * rows, [rule_of(temperature, done)] * rows)
+            try:
+                method.decode([prompt] * rows, [rule_of(temperature, done)] * rows)
+            except ValueError as why:                    # a setting of --tree
+                raise UserError(f"{method.name}: {why}") from why
     for first in tqdm(range(done, len(prompts), rows), disable=None):
         group = prompts[first:first + rows]
         rules = [rule_of(temperature, first + row) for row in range(len(group))]

@@ -73,6 +73,8 @@ def draft(expand, root, gamma, pick):
     There is no sync: the host does not yet know whether the drafter has stopped predicting.  Then p
     is zero, and callers cut the chain at valid_length(p).
     """
+    if gamma < 1:
+        raise ValueError(f"gamma is {gamma}: draft at least one token")
     gamma = min(gamma, getattr(expand, "remaining", gamma))
     tokens = [root]
     probs = []
