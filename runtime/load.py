@@ -17,7 +17,6 @@ import transformers
 
 import glide
 from beyond.graft import Mixture
-from beyond.stage import Stage
 from cascade import Cascade
 from maxgram import MaxGram, N
 from runtime import families, linear
@@ -298,19 +297,9 @@ def load_gram(loaded, path=None):
     return MaxGram(bigram, found.get("confidence")), weights
 
 def load_mixture(loaded, *names):
-    """A neural drafter mixed with Max-Gram, for any tree: mixture(edd, maxgram).
-
-    names: a drafter of the checkpoint, or a language model, as a cascade takes it; then maxgram.
-    """
+    """A drafter of the checkpoint mixed with Max-Gram, for any tree: mixture(edd, maxgram)."""
     name, *rest = names
-    if rest != ["maxgram"]:
-        raise UserError("name one drafter of trees, or one language model, then maxgram")
-    if name in drafters_in(loaded.checkpoint):
-        drafter = load_drafter(loaded, name)
-    else:
-        folder, temperature = loaded.checkpoint / name, 1.0
-        if (folder / "training.json").exists():
-            temperature = about_drafter(folder)["validation"].get("temperature", 1.0)
-        drafter = Stage(stage_of(loaded, name), temperature)
+    if rest != ["maxgram"] or name not in drafters_in(loaded.checkpoint):
+        raise UserError("name one drafter of the checkpoint, then maxgram: mixture(edd, maxgram)")
     gram, agreement = load_gram(loaded)
-    return Mixture(drafter, gram, agreement.get(name))
+    return Mixture(load_drafter(loaded, name), gram, agreement.get(name))

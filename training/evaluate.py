@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 import cape
 import verify
+from cascade import Cascade
 from runtime.errors import UserError
 from training.documents import plain_ids
 
@@ -58,6 +59,9 @@ def decode(target, drafter, ids, eos):
     rows = []                              # the drafter's probabilities after each node
 
     def build(expand, root):
+        if isinstance(drafter, Cascade):       # a language model writes its chain itself
+            return drafter.chain(expand, root)
+
         def recorded(tokens, parents):
             rows.append(expand(tokens, parents))
             return rows[-1]

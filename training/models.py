@@ -16,13 +16,14 @@ import transformers
 from safetensors.torch import save_file
 
 from beyond import shared
-from beyond.stage import Stage
+from cascade import Cascade
 from edd import BLOCKS, HIDDEN, kl
 from runtime import families
 from runtime.calls import read_call
 from runtime.errors import UserError
 from runtime.provenance import commit
 from runtime.targets import context_of
+from training import evaluate
 from verify import Target
 
 # ---------------------------------------------------------------- language models
@@ -170,7 +171,7 @@ def new(call, target, length, tokens):
 def drafter_of(kind, module):
     """What decodes with a draft model of a kind, by the contract of a drafter in verify.py."""
     if isinstance(module, SmallLM):
-        return Stage(Target(module.lm))
+        return Cascade([Target(module.lm)], K=[[evaluate.CHAIN]])
     _, _, drafter_class = families.KINDS[kind]
     return drafter_class(module)
 
