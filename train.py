@@ -68,7 +68,6 @@ from runtime.load import STAND_IN, fingerprint, load_target
 from runtime.program import program
 from runtime.targets import any_target
 from training import documents, evaluate, models
-from training.muon import Muon
 
 WARMUP = 0.025                  # of the steps: the learning rate rises
 CLIP = 1.0                      # the largest norm of a drafter's gradient
@@ -77,8 +76,6 @@ WEIGHT_DECAY = 0.01
 FORWARD = 2048                  # tokens of a batch with padding, at most, unless a piece is longer
 LOGITS = 2 ** 27                # logits of a batch (tokens x vocabulary), likewise: 512 MB
 SAVE_SECONDS = 600              # between two states that a resumed run can start from
-# The names of modules whose weight stacks several matrices of one size, and how many
-STACKED = {"qkv": 3, "up": 2}
 
 # ---------------------------------------------------------------- the flags
 def parser():
@@ -223,13 +220,14 @@ def optimizers_of(modules, kind):
         for name, weight in module.named_parameters():
             is_table = "embed" in name or "head" in name
             if kind == "muon" and weight.ndim == 2 and not is_table:
-                layer = name.split(".")[-2]
-                matrices.append((weight, STACKED.get(layer, 1)))
+                matrices.append(weight)
             else:
                 others.append(weight)
     optimizers = [torch.optim.AdamW(others, betas=BETAS, weight_decay=WEIGHT_DECAY)]
     if matrices:
-        optimizers.append(Muon(matrices, WEIGHT_DECAY))
+        # Its updates have the size of AdamW's, so both have one learning rate.
+        optimizers.append(torch.optim.Muon(matrices, weight_decay=WEIGHT_DECAY,
+                                           adjust_lr_fn="match_rms_adamw"))
     return optimizers
 
 def cosine(step, steps):
@@ -386,8 +384,7 @@ def train(a, calls, command):
             stopped = losses.pop("stopped") > 0
 
             # Step
-            with autocast:                               # of Muon's matrix products
-                update(modules, losses, optimizers, peak * cosine(step, steps), step)
+            update(modules, losses, optimizers, peak * cosine(step, steps), step)
             done = step + 1
 
             # Log, evaluate, save
