@@ -405,20 +405,13 @@ class Rule:
 
 # ---------------------------------------------------------------- the loop
 class NoDrafter:
-    """The drafter of plain decoding: it reads nothing and is never expanded."""
+    """The drafter of plain decoding: it reads nothing, and root_only never calls its expand."""
     needs = {}
 
-    def reset(self, probs):
+    def reset(self, *given):
         """Do nothing."""
 
-    def begin(self, view, root_id):
-        """Do nothing."""
-
-    def expand(self, tokens, parents):
-        """Never called."""
-
-    def keep(self, numbers):
-        """Do nothing."""
+    begin = expand = keep = reset
 
 def root_only(expand, root):
     """The builder of plain decoding: the tree is the root alone."""

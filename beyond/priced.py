@@ -68,9 +68,9 @@ Prices = namedtuple("Prices", "cost node_price start")
 DEFAULTS = {"cpu": Prices(0.07, 0.018, 0.2), "cuda": Prices(0.06, 0.004, 0.1)}
 LARGEST = 4             # a start or node price is at most so many times the default
 ROUNDS = 300            # prices come from the last rounds
-FIT_EVERY = 32          # rounds after which prices are fitted anew
+FIT_EVERY = 32          # rounds after which prices are fitted anew, if one of them drafted
 AROUND = 15             # rounds within which the machine has one speed
-FORGET, RETRY = 0.95, 0.01      # see Eq. 6
+FORGET, RETRY = 0.95, 0.007     # see Eq. 6
 FIRST = 2               # a balance begins with the gain that the first round expects, so many times
 
 # A tree to verify: its nodes without the root, E, T
@@ -78,6 +78,10 @@ Plan = namedtuple("Plan", "nodes E T")
 PLAIN = Plan([], 1.0, 1.0)
 # A round, and its seconds: within the builder, and from its return to its next call
 Timed = namedtuple("Timed", "nodes forwards drafting verifying")
+
+def is_plain(timed):
+    """Whether a round drafted nothing."""
+    return not timed.nodes and not timed.forwards
 
 class PctCost:
     """PCT whose thresholds follow from prices.
@@ -93,7 +97,9 @@ class PctCost:
         self.now = time.perf_counter
         self.prices = None
         self.rounds = deque(maxlen=ROUNDS)               # Timed ones, of all sequences
-        self.count = 0
+        self.plain = 0                                   # of these, the number without a draft
+        self.count = 0                                   # of all rounds
+        self.drafted = False                             # whether one drafted since the last fit
         self.balance = {}                                # {kind of drafting: Eq. 6}
 
     def __call__(self, expand, root):
@@ -157,9 +163,14 @@ class PctCost:
         self.prices = self.prices or self.but_fixed(default)
         if not hasattr(expand, "timed"):
             return
+        if len(self.rounds) == ROUNDS:
+            self.plain -= is_plain(self.rounds[0])       # the next one takes its place
         self.rounds.append(expand.timed._replace(verifying=now - expand.returned))
+        self.plain += is_plain(expand.timed)
         self.count += 1
-        if None in self.fixed and self.count % FIT_EVERY == 0:
+        self.drafted |= not is_plain(expand.timed)
+        if None in self.fixed and self.drafted and self.count % FIT_EVERY == 0:
+            self.drafted = False
             self.prices = self.but_fixed(fit(self.rounds, self.prices, default))
         new = expand.before - expand.remaining
         right = self.right(new)
@@ -169,8 +180,7 @@ class PctCost:
 
     def is_plain_due(self):
         """Whether a plain round is missing, without which a step is not known: log2 n of n."""
-        plain = sum(not one.nodes and not one.forwards for one in self.rounds)
-        return None in self.fixed and plain < len(self.rounds).bit_length()
+        return None in self.fixed and self.plain < len(self.rounds).bit_length()
 
     def but_fixed(self, prices):
         """The prices, those that were given in their places."""
