@@ -66,8 +66,7 @@ from beyond import batch, batch_glide, graft, priced
 from cascade import Cascade
 from runtime import load
 from runtime.calls import read_call
-from runtime.errors import UserError
-from runtime.program import program
+from runtime.program import UserError, program
 from runtime.prompts import read_prompts
 from runtime.provenance import provenance
 

@@ -63,9 +63,8 @@ import torch.distributed as dist
 import transformers
 from tqdm import tqdm
 
-from runtime.errors import UserError
 from runtime.load import STAND_IN, fingerprint, load_target
-from runtime.program import program
+from runtime.program import UserError, program
 from runtime.targets import any_target
 from training import documents, evaluate, models
 

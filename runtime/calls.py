@@ -11,7 +11,7 @@ import inspect
 import re
 from collections import namedtuple
 
-from runtime.errors import UserError
+from runtime.program import UserError
 
 # words: the names that were given.  settings: {name: value}, those that were given.  label: the
 # call as tables show it.

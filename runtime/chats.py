@@ -13,9 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.errors import UserError
 from runtime.files import parsed
-from runtime.program import first_line
+from runtime.program import UserError, first_line
 from runtime.text import KINDS, LeftOut, Turn, questions_of
 
 # ---------------------------------------------------------------- chat templates

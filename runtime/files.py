@@ -12,8 +12,7 @@ import os
 import zlib
 from pathlib import Path
 
-from runtime.errors import UserError
-from runtime.program import first_line
+from runtime.program import UserError, first_line
 
 JSON = (".json", ".jsonl", ".ndjson", ".jl")             # in any case, and before .gz
 NAMES = (*JSON, ".txt")                                  # the files of a folder that are read

@@ -30,8 +30,8 @@ from transformers.generation import utils
 
 import verify
 from beyond import batch
-from runtime.errors import UserError
 from runtime.load import difference
+from runtime.program import UserError
 from runtime.targets import any_target, forced, with_source, with_vocabulary
 
 CACHES = {cache_utils.DynamicCache, cache_utils.StaticCache, EncoderDecoderCache}

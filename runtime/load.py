@@ -21,8 +21,7 @@ from cascade import Cascade
 from maxgram import MaxGram, N
 from runtime import families, linear
 from runtime.calls import read_call
-from runtime.errors import UserError
-from runtime.program import first_line
+from runtime.program import UserError, first_line
 from runtime.static import static
 from runtime.targets import any_target, with_source
 

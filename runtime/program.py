@@ -1,4 +1,4 @@
-"""What every program of this project needs: a sentence for a mistake."""
+"""What every program of this project needs: a sentence for a mistake, and exit status 2."""
 import functools
 import os
 import sys
@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from runtime.errors import UserError
+class UserError(ValueError):
+    """A user's mistake: what is wrong and what to do.  A defect of ours keeps its traceback."""
 
 # What is said in a sentence: mistakes of the user, of the disk, of a file's content
 SENTENCES = (UserError, OSError, SafetensorError, torch.OutOfMemoryError)

@@ -3,7 +3,7 @@ from collections import namedtuple
 
 import verify
 from runtime import chats, text
-from runtime.errors import UserError
+from runtime.program import UserError
 
 # kind: of text.  question: a number, which all prompts of one chat share.  ids: token ids, a list.
 # limit: the most new tokens

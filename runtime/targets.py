@@ -29,8 +29,7 @@ from transformers import (
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from runtime.attention import NAME, can_fold, changed
-from runtime.errors import UserError
-from runtime.program import first_line
+from runtime.program import UserError, first_line
 from verify import Target, TreeCache
 
 # What a model is tried with: the parents of a tree or a chain, and the paths to its leaves

@@ -14,7 +14,7 @@ from helpers import tokenizer_of, write_rows
 from tokenizers.processors import TemplateProcessing
 
 from runtime import chats, text
-from runtime.errors import UserError
+from runtime.program import UserError
 from training import documents
 
 ASK = "{% if add_generation_prompt %}<assistant>{% endif %}"

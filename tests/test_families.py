@@ -12,8 +12,8 @@ import cape
 import pct
 import verify
 from runtime import targets
-from runtime.errors import UserError
 from runtime.generation import speculative
+from runtime.program import UserError
 from runtime.targets import AnyTarget, any_target
 
 PROMPT = [(5 * i + 3) % VOCAB for i in range(10)]

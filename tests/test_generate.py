@@ -12,8 +12,8 @@ from transformers import (
 import cape
 import verify
 from runtime import load
-from runtime.errors import UserError
 from runtime.generation import speculative
+from runtime.program import UserError
 from runtime.targets import any_target
 
 PROMPT = torch.tensor([[3, 1, 4]])

@@ -11,7 +11,7 @@ import bench
 import cape
 import verify
 from runtime import calls, load
-from runtime.errors import UserError
+from runtime.program import UserError
 
 PROMPT = [3, 1, 4, 1, 5]
 FUNCTIONS = {**bench.TREES, "glide": load.load_drafter, "maxgram": load.load_maxgram,

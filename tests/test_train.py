@@ -18,7 +18,7 @@ from helpers import TEXT, refused, save, tokenizer_of, write_rows
 import train
 import verify
 from runtime import families, load
-from runtime.errors import UserError
+from runtime.program import UserError
 from training import documents, evaluate, models, prepare
 
 NAMES = {"glide": "glide(width=16)", "edd": "edd(hidden=2)", "eagle": "eagle",

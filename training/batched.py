@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from runtime import load
-from runtime.errors import UserError
+from runtime.program import UserError
 from training.documents import digest_of
 
 @torch.no_grad()

@@ -31,8 +31,7 @@ from safetensors.torch import load_file
 import glide
 from beyond import eagle, medusa
 from runtime import families, load
-from runtime.errors import UserError
-from runtime.program import program
+from runtime.program import UserError, program
 from training.models import save_weights
 
 PREFIXES = ("small_model.", "medusa_head.")

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from runtime import chats, text
-from runtime.errors import UserError
 from runtime.load import vocabulary_fingerprint
+from runtime.program import UserError
 
 PLACES = 3          # rows that are named for each reason
 

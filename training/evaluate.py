@@ -22,7 +22,7 @@ from tqdm import tqdm
 import cape
 import verify
 from cascade import Cascade
-from runtime.errors import UserError
+from runtime.program import UserError
 from training.documents import plain_ids
 
 CHAIN = 5                                  # drafted tokens a round

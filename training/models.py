@@ -20,7 +20,7 @@ from cascade import Cascade
 from edd import BLOCKS, HIDDEN, kl
 from runtime import families
 from runtime.calls import read_call
-from runtime.errors import UserError
+from runtime.program import UserError
 from runtime.provenance import commit
 from runtime.targets import context_of
 from training import evaluate

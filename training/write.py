@@ -17,8 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))      # so that i
 import torch
 
 from runtime import chats, load
-from runtime.errors import UserError
-from runtime.program import program
+from runtime.program import UserError, program
 from runtime.targets import context_of
 from training import batched
 from training.documents import prompts_in
