@@ -155,7 +155,7 @@ def grow_drafter(folder, small_target, target):
             config.target_heads, config.target_head_size = t.num_attention_heads, E
     else:
         config.hidden += below
-    large = families.new("glide" if isinstance(config, glide.Config) else "edd", config, target)
+    large = families.new(config, target)
     grow(large, small, e, E)
     grow_vocabulary(large.embed.weight, large.norm.weight, large.head.weight, small.config.vocab)
     return large, about

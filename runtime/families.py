@@ -1,7 +1,7 @@
 """Draft models for targets of any family: what they need of the target, and how they are loaded.
 
     drafter, about = load("my-drafters/glide", model)             # about: its training.json
-    draft_model = new("edd", edd.Config.for_target(model), model)        # a new one, to be trained
+    draft_model = new(edd.Config.for_target(model), model)        # a new one, to be trained
     drafter = edd.Drafter(draft_model)
 
 glide.py and edd.py alone serve some families.  Here the same draft models get what they need of any
@@ -10,27 +10,25 @@ other target: RoPE as its keys have it, by halves (Llama) or by pairs (Cohere, G
 copies of its embedding and LM head by what they compute, as they may be quantised or offloaded, or
 for beyond/shared.py and EAGLE themselves.
 """
+import copy
 import json
 import warnings
-from dataclasses import fields
 from inspect import signature
+from operator import itemgetter
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import DynamicCache, LlamaConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaDecoderLayer,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-    rotate_half,
-)
+from transformers import DynamicCache, LlamaConfig, LlamaModel
+from transformers.models.cohere.modeling_cohere import rotate_half as rotate_pairs
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
 import edd
 import glide
 from beyond import eagle, medusa, shared
 from runtime.linear import PackedLinear, pack
+from runtime.program import UserError, first_line
 from runtime.targets import context_of, device_of
 
 READS_NONE = "take a drafter that does not (edd, vanilla)"
@@ -45,8 +43,7 @@ def embedded(model, ids):
 def embedding_of(model):
     """A trainable copy of the target's embedding."""
     vocab = model.config.get_text_config().vocab_size
-    table = embedded(model, range(vocab))                                      # (V, D)
-    return nn.Embedding.from_pretrained(table.clone(), freeze=False)
+    return nn.Embedding.from_pretrained(embedded(model, range(vocab)), freeze=False)
 
 @torch.no_grad()
 def head_of(model, words=slice(None)):
@@ -67,25 +64,22 @@ def head_of(model, words=slice(None)):
     return head
 
 # ---------------------------------------------------------------- GLIDE
-def rope_by(angles, neighbours=False):
+def rope_by(angles, partner=rotate_half):
     """RoPE of the first 2 n entries of a head -> a function as glide.rope_of gives it
 
-    angles: cos and sin (2, length, n).  neighbours: entries 2 i and 2 i + 1 are a pair, and not i
-    and n + i as in Llama.
+    angles: cos and sin (2, length, n).  partner: rotate_half where entries i and n + i are a pair,
+    rotate_pairs where 2 i and 2 i + 1 are.
     """
-    table = angles.repeat_interleave(2, -1) if neighbours else torch.cat((angles, angles), -1)
+    table = torch.cat((angles, angles), -1)
+    if partner is rotate_pairs:
+        table = angles.repeat_interleave(2, -1)
 
     def rope(x, position):
         cos, sin = table.index_select(1, position).to(x.dtype)         # (T, 2 n) each
 
         def rotate(q):
             rotated, rest = q.tensor_split([table.shape[-1]], -1)
-            if neighbours:
-                a, b = rotated[..., ::2], rotated[..., 1::2]
-                partner = torch.stack((-b, a), -1).flatten(-2)
-            else:
-                partner = rotate_half(rotated)
-            rotated = rotated * cos + partner * sin
+            rotated = rotated * cos + partner(rotated) * sin
             return torch.cat((rotated, rest), -1) if rest.numel() else rotated
         return rotate
     return rope
@@ -115,37 +109,33 @@ def rope_table(model, layer):
 
 @torch.no_grad()
 def cached_keys(model, layer, position):
-    """What a layer of the target caches of one token at a position -> (H, 1, d_k)
-
-    Some targets know no positions (ALiBi).
-    """
-    token = torch.zeros(1, 1, dtype=torch.long, device=device_of(model))
-    at = {"position_ids": token + position}
-    if "position_ids" not in signature(model.forward).parameters:
+    """What a layer of the target caches of one token at each position (k, 1) -> (k, H, 1, d_k)"""
+    at = {"position_ids": position}
+    if "position_ids" not in signature(model.forward).parameters:      # ALiBi
         at = {}
     cache = DynamicCache()
-    model(input_ids=token, past_key_values=cache, use_cache=True, **at)
+    model(input_ids=torch.zeros_like(position), past_key_values=cache, use_cache=True, **at)
     # Layers that share keys appear once.
     cached = cache.layers[layer] if layer < len(cache.layers) else None
     k, v = getattr(cached, "keys", None), getattr(cached, "values", None)
     if k is None or k.shape != v.shape:
         raise ValueError(f"layer {layer} of {type(model).__name__} does not cache keys and values "
                          f"of one size, and GLIDE reads them: {READS_NONE}")
-    return k[0].float()
+    return k.float()
 
 def angles_of(model, table, layer):
     """How the target rotates the keys of a layer -> the arguments of rope_by
 
     table: as rope_table gives it.
     """
-    key_0, key_2 = [cached_keys(model, layer, position).to(table.device) for position in (0, 2)]
+    position = torch.tensor([[0], [2]], device=table.device)
+    key_0, key_2 = cached_keys(model, layer, position).to(table.device)
     # Without RoPE keys stay the same (ALiBi), or become others (learned positions).
     same = (key_2 - key_0).norm() < 0.01 * key_0.norm()
     of_one_length = torch.allclose(key_2.norm(dim=-1), key_0.norm(dim=-1), rtol=0.01)
     n = table.shape[-1] // 2
     if same or n == 0 and not of_one_length:
-        return table[..., :0], False
-    position = torch.tensor([[0], [2]], device=table.device)
+        return table[..., :0], rotate_half
 
     def error(how):
         """|R_2 k_0 - R_0 k_2| / |k_2 - k_0|: R_0 only scales, if it does, and both sides alike."""
@@ -154,8 +144,8 @@ def angles_of(model, table, layer):
         return difference.norm() / (key_2 - key_0).norm()
 
     # A table has each angle twice: half a head apart, or in turn.
-    ways = [(angles, neighbours) for angles in (table[..., :n], table[..., ::2])
-            for neighbours in (False, True)]
+    ways = [(angles, partner) for angles in (table[..., :n], table[..., ::2])
+            for partner in (rotate_half, rotate_pairs)]
     best = min(ways, key=error)
     if error(best) > 0.3:                                              # half precision is coarse
         raise ValueError(f"{type(model).__name__} rotates its keys in a way that is unknown here, "
@@ -169,10 +159,10 @@ def ropes_of(model, config):
     """
     layer = config.layers_read[-1] if config.glimpse else -1
     table, d = rope_table(model, layer), config.width // config.heads
-    angles, neighbours = table.chunk(2, -1)[0], False
+    angles, partner = table.chunk(2, -1)[0], rotate_half
     if config.glimpse:
-        angles, neighbours = angles_of(model, table, layer)
-    glimpse_rope = rope_by(angles, neighbours)
+        angles, partner = angles_of(model, table, layer)
+    glimpse_rope = rope_by(angles, partner)
     if 2 * angles.shape[-1] == d:
         return glimpse_rope, glimpse_rope
     # The drafter needs positions where the target has none, or rotates a part of a head.
@@ -182,30 +172,23 @@ def ropes_of(model, config):
     return rope_by(angles.to(table.device)), glimpse_rope
 
 # ---------------------------------------------------------------- EDD, the VDM, EAGLE
-def parts_of(model, embed, head):
+def parts_of(model, embed=None, head=None):
     """What an edd.EDD between these tables is made of, beside any target -> edd.Parts."""
     decoder = model.get_decoder()
     c = decoder.config
     if c.model_type in edd.FAMILIES:
-        layer = type(decoder.layers[-1])(c, layer_idx=len(decoder.layers) - 1)
-        rotary_class = type(decoder.rotary_emb)
+        decoder_class, config = type(decoder), copy.deepcopy(c)
     else:
-        c = LlamaConfig(
+        decoder_class, config = LlamaModel, LlamaConfig(
             hidden_size=c.hidden_size,
             intermediate_size=getattr(c, "intermediate_size", None) or 4 * c.hidden_size,
             num_attention_heads=c.num_attention_heads,
             num_key_value_heads=getattr(c, "num_key_value_heads", None),
             head_dim=getattr(c, "head_dim", None),
             attn_implementation="sdpa")
-        layer = LlamaDecoderLayer(c, layer_idx=0)
-        rotary_class = LlamaRotaryEmbedding
-    for module in layer.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=c.initializer_range)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-    norm = LlamaRMSNorm(c.hidden_size, c.rms_norm_eps)
-    return edd.Parts(embed, head, layer, norm, rotary_class(c))
+    config.update({"num_hidden_layers": 1, "vocab_size": 1, "pad_token_id": None})
+    one = decoder_class(config)                      # a new decoder of one layer
+    return edd.Parts(embed, head, one.layers[0], one.norm, one.rotary_emb)
 
 # ---------------------------------------------------------------- the target's own tables
 @torch.no_grad()
@@ -233,69 +216,70 @@ def tables_of(model, words=None):
     return shared.Tables(embed, head, norm, words)
 
 # ---------------------------------------------------------------- the kinds of draft models
-def new_glide(config, model, words):
-    return glide.Glide(config, *ropes_of(model, config))
-
-def new_glide_shared(config, model, words):
-    return shared.GlideShared(config, ropes_of(model, config), tables_of(model, words))
-
-def new_edd(config, model, words):
-    return edd.EDD(config, parts_of(model, embedding_of(model), head_of(model)))
-
-def new_edd_shared(config, model, words):
-    return shared.EDDShared(config, parts_of(model, None, None), tables_of(model, words))
-
-def new_eagle(config, model, words):
-    tables = tables_of(model)
-    return eagle.Eagle(config, parts_of(model, tables.embed, tables.head))
-
-def new_medusa(config, model, words):
-    return medusa.Medusa(config, head_of(model))
-
-# {"kind" in a training.json: (the Config, what makes the draft model, what decodes with it)}
+# {"kind" in a training.json: (the Config, what decodes with its draft model)}
 KINDS = {
-    "glide": (glide.Config, new_glide, glide.Drafter),
-    "vanilla": (glide.Config, new_glide, glide.Drafter),
-    "glide-shared": (shared.GlideConfig, new_glide_shared, glide.Drafter),
-    "vanilla-shared": (shared.GlideConfig, new_glide_shared, glide.Drafter),
-    "edd": (edd.Config, new_edd, edd.Drafter),
-    "vdm": (edd.Config, new_edd, edd.Drafter),
-    "edd-shared": (shared.EDDConfig, new_edd_shared, edd.Drafter),
-    "vdm-shared": (shared.EDDConfig, new_edd_shared, edd.Drafter),
-    "eagle": (eagle.Config, new_eagle, eagle.Drafter),
-    "medusa": (medusa.Config, new_medusa, medusa.Drafter),
+    "glide": (glide.Config, glide.Drafter),
+    "vanilla": (glide.Config, glide.Drafter),
+    "glide-shared": (shared.GlideConfig, glide.Drafter),
+    "vanilla-shared": (shared.GlideConfig, glide.Drafter),
+    "edd": (edd.Config, edd.Drafter),
+    "vdm": (edd.Config, edd.Drafter),
+    "edd-shared": (shared.EDDConfig, edd.Drafter),
+    "vdm-shared": (shared.EDDConfig, edd.Drafter),
+    "eagle": (eagle.Config, eagle.Drafter),
+    "medusa": (medusa.Config, medusa.Drafter),
 }
-# Older names of weights in the checkpoints of drafters between the target's tables
+# Older names of weights, in the checkpoints for SmolLM2
 RENAMED = {"projection.weight": "between.projection.weight", "words": "between.words"}
 
-def new(kind, config, model, words=None):
+def new(config, model, words=None):
     """A draft model with new weights, on the target's device and in its dtype.
 
-    kind, config: a key of KINDS, and a Config of that kind.  words (k,): the token ids that a
-    drafter between the target's tables drafts alone.
+    config: the Config of a kind.  words (k,): the token ids that a drafter between the target's
+    tables drafts alone.
     """
-    _, make, _ = KINDS[kind]
     like = embedded(model, [0])
     with torch.device(like.device):
-        return make(config, model, words).to(like)
+        match config:                    # the first of these classes of which it is an instance
+            case shared.GlideConfig():
+                made = shared.GlideShared(config, ropes_of(model, config), tables_of(model, words))
+            case glide.Config():
+                made = glide.Glide(config, *ropes_of(model, config))
+            case shared.EDDConfig():
+                made = shared.EDDShared(config, parts_of(model), tables_of(model, words))
+            case eagle.Config():
+                tables = tables_of(model)
+                made = eagle.Eagle(config, parts_of(model, tables.embed, tables.head))
+            case edd.Config():
+                made = edd.EDD(config, parts_of(model, embedding_of(model), head_of(model)))
+            case medusa.Config():
+                made = medusa.Medusa(config, head_of(model))
+    return made.to(like)
+
+def about_drafter(folder):
+    """The training.json of a drafter -> it as a dict, and the Config that it holds."""
+    path = Path(folder, "training.json")
+    try:
+        about = json.loads(path.read_text())
+        kind, settings, _, _ = itemgetter("kind", "config", "target", "validation")(about)
+        config_class, _ = KINDS[kind]
+        return about, config_class(**settings)
+    except (KeyError, TypeError, ValueError) as why:
+        raise UserError(f"{path} holds no drafter of these kinds: {', '.join(KINDS)} "
+                        f"({type(why).__name__}: {first_line(why)})") from why
 
 def load(folder, model):
     """A checkpoint of train.py -> (drafter for the target `model`, training.json as a dict).
 
     Warns if it was trained for other weights.
     """
-    about = json.loads(Path(folder, "training.json").read_text())
-    if about["kind"] not in KINDS:
-        raise ValueError(f"{folder} holds no drafter of these kinds: {', '.join(KINDS)}")
+    about, config = about_drafter(folder)
     if glide.has_other_weights(model, about["target"]["probe"]):
         warnings.warn("the drafter was trained for a model with other weights", stacklevel=2)
-    config_class, _, drafter_class = KINDS[about["kind"]]
-    # Checkpoints of other versions have other settings and names, too.
-    names = {field.name for field in fields(config_class)}
-    config = config_class(**{k: v for k, v in about["config"].items() if k in names})
     weights = load_file(Path(folder, "model.safetensors"))
     weights = {RENAMED.get(name, name): weight for name, weight in weights.items()}
-    draft_model = new(about["kind"], config, model, weights.get("between.words"))
+    draft_model = new(config, model, weights.get("between.words"))
     draft_model.load_state_dict(weights)
     draft_model.made_for = about["target"]
+    _, drafter_class = KINDS[about["kind"]]
     return drafter_class(draft_model, about["validation"].get("temperature", 1.0)), about

@@ -175,15 +175,12 @@ def difference(made_for, model, tokenizer=None):
         return "its weights were others"
 
 # ---------------------------------------------------------------- trained drafters
-def about_drafter(folder):
-    """The training.json of a drafter."""
-    return json.loads(Path(folder, "training.json").read_text())
-
 def drafters_in(checkpoint):
     """{name: folder} of the trained drafters in a folder of folders, or in the folder of one."""
     top = Path(checkpoint)
     if (top / "training.json").exists():
-        return {about_drafter(top)["kind"]: top}
+        about, _ = families.about_drafter(top)
+        return {about["kind"]: top}
     found = {}
     for path in sorted(top.glob("*/training.json")):
         # A folder with a config.json is a language model's, a stage of a cascade.
@@ -198,7 +195,8 @@ def load_drafter(loaded, name, temperature=None):
     """
     folder = drafters_in(loaded.checkpoint)[name]
     # Checked first: a drafter for another target may read layers that this one does not have.
-    differs = difference(about_drafter(folder)["target"], loaded.model, loaded.tokenizer)
+    about, _ = families.about_drafter(folder)
+    differs = difference(about["target"], loaded.model, loaded.tokenizer)
     if differs:
         raise UserError(f"the drafter was made for another target: train one for this ({differs})")
     drafter, _ = families.load(folder, loaded.model)

@@ -165,14 +165,14 @@ def random_draft_model(model, kind, words=None, **more):
     """A random draft model for a tiny target: a key of SETTINGS."""
     from runtime import families
     name = kind.split()[0]
-    config_class, _, _ = families.KINDS[name]
+    config_class, _ = families.KINDS[name]
     config = config_class.for_target(model, **{**SETTINGS[kind], **more})
-    return weighty(families.new(name, config, model, words))
+    return weighty(families.new(config, model, words))
 
 def random_drafter(model, kind, **more):
     """What decodes with a random draft model: a key of SETTINGS."""
     from runtime import families
-    _, _, drafter_class = families.KINDS[kind.split()[0]]
+    _, drafter_class = families.KINDS[kind.split()[0]]
     return drafter_class(random_draft_model(model, kind, **more))
 
 # ---------------------------------------------------------------- models in files

@@ -237,12 +237,12 @@ def test_eagle_learns_features(name, width):
 @torch.no_grad()
 def test_medusas_heads_are_shifted_as_the_docstring_says(llama):
     """head_k(f + SiLU(W_k f + b_k)) of f_i predicts t_{i+2+k}; depth d comes from head d - 1."""
-    config_class, _, drafter_class = families.KINDS["medusa"]
+    config_class, drafter_class = families.KINDS["medusa"]
     batch = batch_of(llama, text(40, 1).view(2, 20))
     ids, f = batch.ids, batch.hidden[LAST]
     for model in (llama, made("PhiForCausalLM")):                      # whose head has a bias
         own = batch_of(model, ids)
-        untrained = families.new("medusa", config_class.for_target(model), model)
+        untrained = families.new(config_class.for_target(model), model)
         for k, head in enumerate(untrained.heads):
             found = head(untrained(own.hidden[LAST])[:, :, k])
             torch.testing.assert_close(found, own.logits)
@@ -293,7 +293,7 @@ def test_the_layer_learns_among_the_words_alone(kind):
     config = draft_model.config
     assert config.projected == (kind == "edd-shared")
     if config.projected:
-        matrix = families.new(kind, config, model).between.projection.weight
+        matrix = families.new(config, model).between.projection.weight
         torch.testing.assert_close(matrix @ matrix.T, torch.eye(32).double(), rtol=0, atol=1e-6)
     batch = batch_of(model, text(13)[None])
     found = mean_loss(draft_model, batch)
@@ -374,7 +374,7 @@ LOADERS += [(glide, "glide"), (glide, "vanilla"), (edd, "edd"), (edd, "vdm")]
 def test_a_checkpoint_loads_by_its_kind(module, kind, tmp_path, llama):
     """Beside its target, a copy of which much cannot be read, and another model: a warning."""
     draft_model = random_draft_model(llama, kind, words=words_of(kind))
-    expected = drafts(families.KINDS[kind][2](draft_model), llama)
+    expected = drafts(families.KINDS[kind][1](draft_model), llama)
     save_drafter(tmp_path, kind, draft_model, llama, temperature=0.7)
     quantised = copy.deepcopy(llama)
     for layer in quantised.model.layers:

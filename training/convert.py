@@ -139,7 +139,7 @@ def main(argv):
     target, tokenizer = load.load_target(a.target, "auto", "cpu")
     try:
         kind, config, renamed = convert(weights, read_settings(folder), target)
-        module = families.new(kind, config, target)
+        module = families.new(config, target)
         module.load_state_dict(renamed)
     except (KeyError, RuntimeError, ValueError) as why:                # what is missing or no fit
         why = " ".join(str(why).split())

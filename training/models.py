@@ -78,10 +78,10 @@ def recipe(kind, fixed={}, **defaults):
         tables, count = settings.pop("tables", None), settings.pop("words", None)
         if tables not in (None, "target", "random"):
             raise ValueError(f'tables={tables!r}: choose "target" or "random"')
-        config_class, _, _ = families.KINDS[kind]
+        config_class, _ = families.KINDS[kind]
         config = config_class.for_target(target, **settings)
         words = None if count is None else frequent_words(target, tokens, count)
-        module = families.new(kind, config, target, words).float()
+        module = families.new(config, target, words).float()
         if tables == "target":
             start_from(module, target)
         return module
@@ -172,7 +172,7 @@ def drafter_of(kind, module):
     """What decodes with a draft model of a kind, by the contract of a drafter in verify.py."""
     if isinstance(module, SmallLM):
         return Cascade([Target(module.lm)], K=[[evaluate.CHAIN]])
-    _, _, drafter_class = families.KINDS[kind]
+    _, drafter_class = families.KINDS[kind]
     return drafter_class(module)
 
 def save(folder, module, tokenizer, about):
