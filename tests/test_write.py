@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import plain, tiny
+from conftest import CONTEXT, plain, tiny
 from helpers import refused, rows_of, write_rows
 
 import maxgram
@@ -14,28 +14,29 @@ from training import batched, bigram, documents, write
 # ---------------------------------------------------------------- texts
 @pytest.mark.parametrize("name", ["llama", "mistral", "GPT2LMHeadModel", "BloomForCausalLM"])
 def test_each_text_is_the_models_own(name):
-    """Seven prompts in batches of three: what the model writes alone, to its length or end."""
+    """Seven prompts in batches of three: what the model writes alone, to its length or end.
+
+    A text's padding counts for its length, so that no context is exceeded.
+    """
     # In float32: eager attention makes infinities of a float64 mask.
     model = tiny(name).float()
     model.generation_config.eos_token_id = [3, 7]
     rng = np.random.default_rng(0)
-    sizes, new = (1, 5, 9, 1, 3, 20, 6), (12, 9, 1, 15, 3, 13, 4)
+    sizes, batches = (20, 9, 6, 5, 3, 1, 1), (20, 20, 20, 5, 5, 5, 1)
     prompts = [rng.integers(1, 12, size).tolist() for size in sizes]
-    lengths = [size + count for size, count in zip(sizes, new)]
-    found = dict(batched.write(model, prompts, lengths, 3))
-    for number, prompt in enumerate(prompts):
-        text = plain(model, prompt, new[number])
+    found = dict(batched.write(model, prompts, CONTEXT, 3))
+    for number, longest in enumerate(batches):
+        text = plain(model, prompts[number], CONTEXT - longest)
         ends = [n for n, token in enumerate(text, 1) if token in (3, 7)]
-        assert found[number] == prompt + text[:min([*ends, len(text)])]
+        assert found[number] == text[:min([*ends, len(text)])]
 
 def test_sampled_texts_have_the_models_distribution(llama):
     """The first token of 3 000 texts after one prompt against softmax(logits / T)."""
     n, prompt = 3000, [1, 2, 3]
     torch.manual_seed(0)
-    texts = batched.write(llama, [prompt] * n, [4] * n, 500, 1.7)
-    first = torch.tensor([ids[3] for _, ids in texts])
+    first = torch.tensor([ids for _, ids in batched.write(llama, [prompt] * n, 4, 500, 1.7)])
     p = (llama(torch.tensor([prompt])).logits[0, -1] / 1.7).softmax(-1)
-    expected, seen = n * p, torch.bincount(first, minlength=12)
+    expected, seen = n * p, torch.bincount(first[:, 0], minlength=12)
     chi_square = ((seen - expected) ** 2 / expected).sum()
     assert chi_square < 31, "11 degrees of freedom, p = .001"
 
@@ -45,21 +46,19 @@ def test_rows_are_what_training_reads(small, tmp_path, capsys):
 
     A file that was cut is gone on with; others are refused.
     """
-    given = [{"ids": list(range(7, 7 + i % 5 * 2 + 6)) + [i], "source": "ab"[i % 2]}
+    given = [{"ids": list(range(7, 7 + i % 5 * 2 + 6)) + [i], "source": "ab"[i % 5 % 2]}
              for i in range(12)]
     data, out = write_rows(tmp_path / "given.jsonl", given), tmp_path / "written.jsonl"
     argv = ["--target", str(small / "model"), "--device", "cpu", "--batch", "3", "--length", "24",
             "--data", str(data), "--out", str(out)]
     assert write.main(argv) == 0
     model, tokenizer = load.load_target(small / "model", "float32", "cpu")
-    expected = {}
-    for row in given:
-        prompt = row["ids"][:len(row["ids"]) // 2]
-        answer = plain(model, prompt, 24 - len(prompt))
-        expected.setdefault(tuple(prompt), (prompt, answer, row["source"]))
     rows = rows_of(out)
-    found = [(row["prompt"], row["answer"], row["source"]) for row in rows]
-    assert sorted(found) == sorted(expected.values()) and len(rows) == 5
+    found = [(tuple(row["prompt"]), row["source"]) for row in rows]
+    asked = {tuple(row["ids"][:len(row["ids"]) // 2]): row["source"] for row in given}
+    assert sorted(found) == sorted(asked.items()), "prompts of 7, 6, 5 tokens, then of 4 and 3"
+    for row, longest in zip(rows, (7, 7, 7, 4, 4)):
+        assert row["answer"] == plain(model, row["prompt"], 24 - longest)
     assert rows[0]["target"] == documents.digest_of(load.fingerprint(model, tokenizer))
 
     lines = out.read_bytes().splitlines(keepends=True)

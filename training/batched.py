@@ -1,6 +1,6 @@
 """What a target writes after many prompts, by transformers' generate(), for any family.
 
-    for number, ids in write(target, prompts, lengths, batch=64):      # each text with its prompt
+    for number, ids in write(target, prompts, length=512, batch=64):      # what follows a prompt
     append(path, target, tokenizer, prompts, length=512, batch=64, temperatures=[0, 1])
 
 append() writes rows for train.py as they are finished:
@@ -12,6 +12,7 @@ import json
 import os
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from runtime import load
@@ -19,48 +20,41 @@ from runtime.program import UserError
 from training.documents import digest_of
 
 @torch.no_grad()
-def write(target, prompts, lengths, batch, temperature=0.0):
-    """Let the target continue prompts, lists of ids, until a text ends or has its length.
+def write(target, prompts, length, batch, temperature=0.0):
+    """Let the target continue prompts, lists of ids, until a text ends or has `length` tokens.
 
-    Yields (number of the prompt, ids with the prompt), a batch after the other.  lengths: of the
-    text of each prompt, more than the prompt has.  temperature: of sampling; 0: greedy.
+    Yields (number of the prompt, ids of the answer), a batch after the other.  temperature: of
+    sampling; 0: greedy.
     """
-    # A batch lasts as long as its longest text: texts of similar sizes share one.
-    new = [length - len(prompt) for prompt, length in zip(prompts, lengths)]
-    order = sorted(range(len(prompts)), key=lambda i: (new[i], len(prompts[i])))
+    # Prompts of similar sizes share a batch: the padding of a text counts for its length.
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     stop = target.generation_config.eos_token_id
     stop = set(stop) if isinstance(stop, list) else {stop}
-    how = {"do_sample": False}
-    if temperature:
-        how = {"do_sample": True, "temperature": temperature, "top_k": 0}
     for start in range(0, len(order), batch):
         numbers = order[start:start + batch]
         # Padded on the left, so that all answers begin in one column.  The mask hides the padding,
         # and generate() derives the positions from it.
-        longest = max(len(prompts[i]) for i in numbers)
-        padding = [longest - len(prompts[i]) for i in numbers]
-        ids = [[0] * size + prompts[i] for size, i in zip(padding, numbers)]
-        mask = [[0] * size + [1] * len(prompts[i]) for size, i in zip(padding, numbers)]
+        ids = [torch.tensor(prompts[i], device=target.device) for i in numbers]
+        mask = [torch.ones_like(prompt) for prompt in ids]
+        ids, mask = [pad_sequence(rows, batch_first=True, padding_side="left")
+                     for rows in (ids, mask)]
         out = target.generate(
-            torch.tensor(ids, device=target.device),
-            attention_mask=torch.tensor(mask, device=target.device),
-            max_new_tokens=new[numbers[-1]], pad_token_id=0, **how)
-        for i, answer in zip(numbers, out[:, longest:].tolist()):
-            answer = answer[:new[i]]
+            ids, attention_mask=mask, max_length=length, pad_token_id=0, top_k=0,
+            do_sample=temperature > 0, temperature=temperature or 1.0)
+        for i, answer in zip(numbers, out[:, ids.shape[1]:].tolist()):
             end = next((n for n, token in enumerate(answer, 1) if token in stop), len(answer))
-            yield i, prompts[i] + answer[:end]
+            yield i, answer[:end]
 
 def kept_rows(path):
     """The rows that a file of JSON lines holds, or [].  A last line that was cut off is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = path.read_bytes() if path.exists() else b""
+    path.touch()
+    data = path.read_bytes()
     if not data.startswith(b'{"source": '[:len(data)]):
         raise UserError(f"{path} holds something else than rows: name another --out")
     whole = data[:data.rfind(b"\n") + 1]
-    rows = [json.loads(line) for line in whole.splitlines()]
-    if len(whole) < len(data):
-        os.truncate(path, len(whole))
-    return rows
+    os.truncate(path, len(whole))
+    return [json.loads(line) for line in whole.splitlines()]
 
 def append(path, target, tokenizer, prompts, length, batch, temperatures):
     """Append the target's answers to prompts, [(kind of text, ids)], to a file as rows.
@@ -76,13 +70,13 @@ def append(path, target, tokenizer, prompts, length, batch, temperatures):
     for turn, temperature in enumerate(temperatures):
         given = [(kind, ids) for kind, ids in prompts[turn::len(temperatures)]
                  if tuple(ids) not in done]
-        texts = write(target, [ids for _, ids in given], [length] * len(given), batch, temperature)
+        texts = write(target, [ids for _, ids in given], length, batch, temperature)
         bar = tqdm(texts, f"temperature {temperature:g}", len(given), unit="text", disable=None)
         with open(path, "a") as file:
-            for number, ids in bar:
+            for number, answer in bar:
                 kind, prompt = given[number]
                 row = {"source": kind, "temperature": temperature, "target": writer,
-                       "prompt": prompt, "answer": ids[len(prompt):]}
+                       "prompt": prompt, "answer": answer}
                 file.write(json.dumps(row) + "\n")
                 file.flush()
     print(f"saved {path}")

@@ -81,8 +81,9 @@ def begin(path, target, tokenizer, count, batch):
         with bar, open(path, "a") as file:
             while left > 0:
                 some = min(batch, left)
-                for _, ids in batched.write(target, [first] * some, [length] * some, batch, 1.0):
-                    prompt = prompt_of(tokenizer.decode(ids, skip_special_tokens=True), rng)
+                for _, ids in batched.write(target, [first] * some, length, batch, 1.0):
+                    text = tokenizer.decode(first + ids, skip_special_tokens=True)
+                    prompt = prompt_of(text, rng)
                     if prompt is None:
                         continue
                     rows.append({"source": kind, "prompt": prompt})

@@ -38,7 +38,6 @@ def main(argv):
     flag("--batch", type=int, default=64, help="texts that are decoded together")
     flag("--dtype", choices=("float32", "bfloat16"), default="float32",
          help="of the target on a CPU; bfloat16 is faster where the CPU has AMX")
-    flag("--seed", type=int, default=0, help="of sampling")
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     a = p.parse_args(argv)
     dtype = "auto" if a.device.startswith("cuda") else a.dtype
@@ -48,7 +47,7 @@ def main(argv):
         raise UserError(f"--length {a.length} is more than the target's context of {capacity}")
     template = chats.template_of(a.template, tokenizer, a.template_args)
     prompts = prompts_in(a.data, tokenizer, template, a.length * 3 // 4)
-    torch.manual_seed(a.seed)
+    torch.manual_seed(0)
     batched.append(Path(a.out), target, tokenizer, prompts, a.length, a.batch, a.temperature)
 
 if __name__ == "__main__":
