@@ -35,10 +35,10 @@ and its loss is the sum of loss_of over terms.  A position counts where the loss
 is True, and the term's own mask, too, if it has one (as in beyond/eagle.py).
 
 The recipe.  The loss is the KL divergence to the target's distribution; loss='ce' is cross entropy
-of the text, 'lk' is beyond/shared.py's.  It is a mean over the labels of a step.  Muon optimises
-hidden matrices, AdamW all else.  The learning rate rises for 2.5 % of the steps, then falls along a
-cosine to 0.  At the end each drafter gets a calibration temperature T, for which softmax(logits /
-T) predicts the target's own greedy text best (training/evaluate.py).
+of the text.  It is a mean over the labels of a step.  Muon optimises hidden matrices, AdamW all
+else.  The learning rate rises for 2.5 % of the steps, then falls along a cosine to 0.  At the end
+each drafter gets a calibration temperature T, for which softmax(logits / T) predicts the target's
+own greedy text best (training/evaluate.py).
 
 Every ten minutes, and at Ctrl-C after the step, the state is saved: weights, optimisers and the
 step.  The same command with --resume continues from there with the same text, as that follows from
@@ -173,7 +173,7 @@ class FrozenTarget:
         for drafter in drafters.values():
             self.kv.update(drafter.needs.get("kv", ()))
             self.hidden.update(drafter.needs.get("hidden", ()))
-        self.needs_logits = any(module.config.loss in ("kl", "lk") for module in modules.values())
+        self.needs_logits = any(module.config.loss == "kl" for module in modules.values())
 
     @torch.no_grad()
     def batch(self, tokens, pieces):
@@ -351,7 +351,7 @@ def train(a, calls, command):
 
     def measure(step):
         """Let the drafters decode, and log their metrics -> {name: metrics}"""
-        metrics = evaluate.measure(decoding, drafters, prompts, data.kinds)
+        metrics = evaluate.measure(decoding, drafters, prompts)
         log(out, {"step": step, "metrics": metrics})
         for name, found in metrics.items():
             if rank == 0:

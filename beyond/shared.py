@@ -41,7 +41,7 @@ def frequent_words(tokens, k, vocab, eos=None):
     """The k most frequent token ids of a training text, in ascending order -> (k,)
 
     tokens (n,): the ids that a drafter learns to predict.  vocab: V.  eos: the token that ends a
-    text; it is always in the list.  Of equally frequent ids the lower is taken.
+    text, or several; they are always in the list.  Of equally frequent ids the lower is taken.
     """
     counts = torch.bincount(tokens, minlength=vocab)                           # (V,)
     if eos is not None:
@@ -93,20 +93,12 @@ class Between(nn.Module):
         logits = self.tables.head(x)                                           # (n, k) or (n, V)
         if self.words is not None:
             target_logits = target_logits[:, self.words]
-        if self.config.loss == "kl":
-            return edd.kl(target_logits, logits)
-        # arXiv 2602.23881: the negative logarithm of the probability that a sampled draft is
-        # accepted, sum_x min(p_target(x), p_draft(x))
-        p_target = target_logits.float().softmax(-1)
-        p_draft = logits.float().softmax(-1)
-        acceptance = torch.minimum(p_target, p_draft).sum(-1)                  # (n,)
-        return -acceptance.log().sum()
+        return edd.kl(target_logits, logits)
 
 # ---------------------------------------------------------------- GLIDE's layer
 @dataclass
 class GlideConfig(glide.Config):
     """glide.Config and what these drafters have beyond it; sizes are those of a target's layer."""
-    loss: str = "kl"                 # or "lk"
     window: int = 512                # of the drafter's own entries, how many a query sees before it
     projected: bool = False          # a matrix follows the embedding, see Between
 

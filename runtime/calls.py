@@ -25,6 +25,7 @@ def read_call(text, functions, what):
         raise UserError(f"there is no {what} called {name!r}: choose among {' '.join(functions)}")
     parameters = inspect.signature(functions[name]).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    defaults |= getattr(functions[name], "keywords", {})               # of a functools.partial
     takes_words = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     words, settings = [], {}
     try:

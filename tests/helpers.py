@@ -116,7 +116,7 @@ def save_drafter(folder, kind, draft_model, target, tokenizer=None, temperature=
     """Save a draft model as train.py does, but in its own precision."""
     about = {"kind": kind, "target": load.fingerprint(target, tokenizer),
              "validation": {"temperature": temperature}}
-    save_weights(folder, draft_model, draft_model.state_dict(), about)
+    save_weights(folder, draft_model, about)
 
 def write_rows(path, rows):
     """JSON lines -> path"""

@@ -7,6 +7,7 @@ import copy
 import gzip
 import json
 import re
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -26,16 +27,16 @@ def tokenizer():
 
 def learned(tokenizer, template, *paths):
     """What is learned from files -> [text with marks], the report's lines"""
-    report = documents.Report()
+    report = defaultdict(list)
     template = chats.template_of(template, tokenizer)
     found = []
     try:
-        for _, parts in documents.encoded(paths, tokenizer, template, 300, report):
+        for _, parts in documents.encoded(paths, tokenizer, template, report):
             found += [documents.marked(ids, tokenizer) for ids in parts]
     except UserError as why:
         if "no text to learn from" not in str(why):
             raise
-    return found, "\n".join(report.lines())
+    return found, "\n".join(documents.lines_of(report))
 
 # ---------------------------------------------------------------- rows
 def turns(*contents, role="role", content="content", names=("user", "assistant")):
@@ -121,7 +122,7 @@ def test_what_is_learned_from_a_file(tokenizer, tmp_path, name, content, expecte
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
-            list(documents.encoded([path], tokenizer, chats.PLAIN, 300, documents.Report()))
+            list(documents.encoded([path], tokenizer, chats.PLAIN, defaultdict(list)))
     else:
         assert learned(tokenizer, "plain", path)[0] == expected
 
@@ -213,10 +214,10 @@ def test_what_a_template_can_read_reaches_it(tokenizer, tmp_path):
            "tools": [{"name": "add"}], "Messages": "again", "id": 3}
     path = write_rows(tmp_path / "x.jsonl", [row])
     template = chats.template_of(tmp_path / "t.jinja", tokenizer, '{"thinks": true}')
-    report = documents.Report()
-    [(document, [ids])] = documents.encoded([path], tokenizer, template, 300, report)
+    report = defaultdict(list)
+    [(document, [ids])] = documents.encoded([path], tokenizer, template, report)
     assert documents.marked(ids, tokenizer) == "[add]<user>q|<assistant>⟦(r)a|⟧"
-    assert "not read: Messages, id, value" in report.lines()[0]
+    assert "not read: Messages, id, value" in documents.lines_of(report)[0]
     [asked] = chats.questions(document, tokenizer, str(tmp_path / "t.jinja"), 300, None)
     assert tokenizer.decode(asked) == "[add]<user>q|<assistant>"
 
@@ -266,15 +267,16 @@ def test_a_prepared_folder_holds_documents_as_they_are_encoded(tmp_path, tokeniz
     rows[2]["held_out"], rows[99]["held_out"] = True, "false"
     rows.append({"prompt": [7, 8], "answer": [9], "target": "0123abcd", "source": "b"})
     path, folder = write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "out"
-    documents.prepare([path], tokenizer, chats.template_of("plain", tokenizer), 300, folder)
-    data = documents.read(folder, tokenizer)
-    learned, held = ([(data.kinds[kind], data.tokens[start:start + size].tolist())
+    lines = documents.prepare([path], tokenizer, chats.template_of("plain", tokenizer), folder)
+    data = documents.load([folder], tokenizer, (None, None), {}, None)
+    learned, held = ([(kind, data.tokens[start:start + size].tolist())
                       for start, size, kind in index] for index in (data.documents, data.held_out))
-    assert held == [("b", [3] * 3), ("a", [50] * 3)]
-    assert learned == [("ab"[i % 2], [i] * 3) for i in range(1, 101) if i not in (3, 50)] + [
-        ("b", [~7, ~8, 9])]
-    assert data.written_by == ["0123abcd"] and "1 read as prompt + answer" in data.report[1]
+    assert held == [(0, [3] * 3), (1, [50] * 3)]
+    assert learned == [(1 - i % 2, [i] * 3) for i in range(1, 101) if i not in (3, 50)] + [
+        (0, [~7, ~8, 9])]
+    assert lines[1] == f"1 read as prompt + answer; not read: target (row 101 of {path})"
+    assert lines[2].startswith("301 of 303 tokens are learned; 2 of 101 documents are held out")
     for other, template, words in ((tokenizer, "question", "another --template"),
                                    (tokenizer_of("other text"), "plain", "another tokenizer")):
         with pytest.raises(UserError, match=f"was prepared with {words}"):
-            documents.read(folder, other, chats.template_of(template, other))
+            documents.load([folder], other, (template, None), {}, None)

@@ -134,9 +134,9 @@ def test_training_learns_and_writes_a_log_and_drafters(target, tmp_path):
     # What was saved is what was trained: measured again, it drafts as well, but for bfloat16.
     drafter, _ = families.load(out / "glide", model)
     assert drafter.temperature == last["glide"]["temperature"] != 1
-    data = documents.read(out / "data", tokenizer)
+    data = documents.load([out / "data"], tokenizer, (None, None), {}, None)
     prompts = evaluate.prompts_of(data.tokens, data.held_out, 40)
-    again = evaluate.measure(verify.Target(model), {"glide": drafter}, prompts, data.kinds)
+    again = evaluate.measure(verify.Target(model), {"glide": drafter}, prompts)
     assert again["glide"]["tau"] == pytest.approx(last["glide"]["tau"], rel=0.2)
 
 def test_text_of_another_target_and_no_held_out_text_are_told(target, tmp_path, capsys):
@@ -209,7 +209,7 @@ def frozen_for(model, modules):
     ("vanilla", {"glimpse": False}), ("medusa(heads=2)", {"heads": 2}),
     ("edd(hidden=2, blocks=(5, 5))", {"hidden": 2, "blocks": (5, 5), "encoding": True}),
     ("vdm(loss='ce')", {"encoding": False, "loss": "ce"}),
-    ("glide-shared(feed_forward=24, words=5, loss='lk')", {"feed_forward": 24, "loss": "lk"})])
+    ("glide-shared(feed_forward=24, words=5)", {"feed_forward": 24, "loss": "kl"})])
 def test_calls_become_their_settings(text, expected, llama):
     config = vars(start(text, llama).config)
     assert {key: config[key] for key in expected} == expected
@@ -314,31 +314,30 @@ def test_a_batch_is_the_targets_own_forward(llama):
 def test_alpha_and_tau_are_those_of_chains_of_five(llama, monkeypatch):
     """A drafter that is wrong at each seventh position: the counts follow from the positions."""
     monkeypatch.setattr(evaluate, "NEW", 23)
-    prompt, kind = [3, 1, 4], 1
+    prompt = [3, 1, 4]
     text = prompt + plain(llama, prompt, 24)
 
     def at(position):
         token = text[position] if position < len(text) else 0
         return F.one_hot(torch.tensor((token + (position % 7 == 0)) % 12), 12) * 3.0
     drafters = {"x": Positional(at)}
-    found = evaluate.measure(verify.Target(llama), drafters, [(prompt, kind)], ["a", "b"])
+    found = evaluate.measure(verify.Target(llama), drafters, [prompt])
     # The prefill's token has position 3.  Rounds from the roots at 3, 7, 13, 14, 20 and 21 draft
     # 4 5 6 and 7, wrong; 8 to 12; 14, wrong; 15 to 19; 21, wrong; 22 to 24, and the output ends.
     assert found["x"]["alpha"] == (3 + 5 + 0 + 5 + 0 + 3) / (4 + 5 + 1 + 5 + 1 + 3)
     assert found["x"]["tau"] == (4 + 6 + 1 + 6 + 1 + 4) / 6
-    assert found["x"]["by_kind"] == {"b": {key: found["x"][key] for key in ("alpha", "tau")}}
 
 def test_prompts_are_what_comes_before_an_answer():
     """Of a text its first half; the kinds alternate; all leave room for what is decoded."""
     tokens = np.arange(1, 101, dtype="i4")
     tokens[:5], tokens[60:90] = ~tokens[:5], ~tokens[60:90]
     index = np.array([[0, 20, 0], [20, 10, 1], [30, 30, 1], [60, 40, 0]])
-    found = evaluate.prompts_of(tokens, index, 30)
-    assert found[0] == ([1, 2, 3, 4, 5], 0) and [kind for _, kind in found] == [0, 1]
-    assert found[1][0] in ([21, 22, 23, 24, 25], list(range(31, 46)))
+    first, second = sorted(evaluate.prompts_of(tokens, index, 30))
+    assert first == [1, 2, 3, 4, 5]
+    assert second in ([21, 22, 23, 24, 25], list(range(31, 46)))
 
 def test_the_temperature_is_found_again():
-    """Choices sampled from softmax(logits / T): the fit finds T, as a search of the grid does."""
+    """Choices are sampled from softmax(logits / T)."""
     g = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(2000, 8, generator=g)
     p = logits.softmax(-1)
@@ -346,7 +345,6 @@ def test_the_temperature_is_found_again():
         choice = torch.multinomial((logits / t).softmax(-1), 1, generator=g)[:, 0]
         found = evaluate.fit_temperature([*zip(p, choice.tolist())])
         assert abs(found - t) <= 0.1 * max(1, t)
-        assert found == min(evaluate.GRID, key=lambda t: F.cross_entropy(logits / t, choice).item())
     never = torch.tensor([0.5, 0.5, 0, 0, 0, 0, 0, 0])
     again = evaluate.fit_temperature([(never, 5), *zip(p, choice.tolist())])
     assert again == found, "what it cannot predict"

@@ -11,7 +11,7 @@ import json
 import shlex
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))      # so that it runs from anywhere
@@ -22,7 +22,7 @@ from tqdm import tqdm
 import maxgram
 from runtime import chats, load
 from runtime.program import program
-from training.documents import Report, encoded, plain_ids
+from training.documents import encoded, lines_of, plain_ids
 
 def measure_confidence(texts, bigram, lengths=len(maxgram.CONFIDENCE) - 1):
     """How often the first proposed token is right, by length of match -> list (lengths + 1,).
@@ -58,16 +58,13 @@ def main(argv):
     flag("--out", required=True, help="JSON file to write")
     a = p.parse_args(argv)
     tokenizer = load.load_tokenizer(a.tokenizer, trust=a.trust_remote_code)
-    vocab = max(tokenizer.get_vocab().values()) + 1
     template = chats.template_of(a.template, tokenizer)
-    learned, held_out, report = [], [], Report()
-    for document, parts in encoded(a.data, tokenizer, template, vocab, report):
+    learned, held_out, report = [], [], defaultdict(list)
+    for document, parts in encoded(a.data, tokenizer, template, report):
         split = held_out if document.held_out else learned
         split.append(plain_ids(parts[-1]))               # the whole chat, where there are several
-    print(*report.lines(), sep="\n")
-    if not held_out:
-        print("no row is held out (every fiftieth is, and those with \"held_out\": true): the "
-              "confidence is not measured", file=sys.stderr)
+    print(*lines_of(report), sep="\n")
+    vocab = max(tokenizer.get_vocab().values()) + 1
     bigram = maxgram.build_bigram(learned, vocab)
     found = {
         "bigram": bigram,
@@ -77,8 +74,9 @@ def main(argv):
         "date": time.strftime("%Y-%m-%d"),
     }
     Path(a.out).write_text(json.dumps(found) + "\n")
+    confidence = found["confidence"] or "not measured, as no row is held out"
     print(f"{a.out}: followers of {sum(map(bool, bigram))} of {vocab} tokens, from {len(learned)} "
-          f"documents; confidence by length of match: {found['confidence']}")
+          f"documents; confidence by length of match: {confidence}")
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -94,11 +94,10 @@ def from_medusa(weights, settings, target):
 
 def from_glide(weights, settings, target):
     # Sizes are those of the weights; what they do not tell is in config.json.
-    vocab, width = weights["model.embed_tokens.weight"].shape
+    width = len(weights["model.norm.weight"])
     layers = len({name.split(".")[2] for name in weights if name.startswith("model.layers.")})
     config = glide.Config.for_target(target, width, layers, block=settings.get("block_size", 5),
                                      norm=False)
-    config.vocab = vocab
     config.feed_forward = len(weights["model.layers.0.mlp.gate_proj.weight"])
     config.heads = settings.get("num_attention_heads", 32)
     config.eps = settings.get("rms_norm_eps", 1e-6)
@@ -151,7 +150,7 @@ def main(argv):
         "target": load.fingerprint(target, tokenizer),
         "validation": {},
     }
-    save_weights(out, module, renamed, about)
+    save_weights(out, module, about)
     print(f"saved {out}: python bench.py --target {a.target} --checkpoint {out} --drafter {kind}")
 
 if __name__ == "__main__":

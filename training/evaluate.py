@@ -1,6 +1,6 @@
 """How well draft models draft: they decode a few held-out prompts with verify.generate.
 
-    metrics = measure(target, drafters, prompts, kinds)
+    metrics = measure(target, drafters, prompts)
 
 Of each drafter, on chains of five, in greedy decoding:
 
@@ -8,9 +8,7 @@ Of each drafter, on chains of five, in greedy decoding:
     tau             new tokens a round, with the target's own
     temperature     its calibration: the T for which softmax(logits / T) predicts the target's
                     choices best, fitted on the tested tokens (Guo et al. 2017)
-    by_kind         {kind of text: {"alpha", "tau"}}
 """
-from bisect import bisect_left
 from collections import Counter
 from itertools import zip_longest
 
@@ -32,27 +30,25 @@ FITTED = 2 ** 11                           # tokens whose predictions are kept, 
 GRID = [0.3 * 1.03 ** i for i in range(89)]               # temperatures, 0.3 ... 4
 
 def prompts_of(tokens, documents, length):
-    """The prompts of held-out documents (n, 3) -> [(ids, kind)], the kinds alternating.
+    """The prompts of held-out documents (n, 3) -> [ids], the kinds of text alternating.
 
     Of a chat it is what comes before the first answer, of a text its first half.  All of them, and
     NEW tokens more, fit into `length`.
     """
     limit = max(1, length - NEW)
     by_kind = {}
-    for start, size, kind in documents.tolist():
+    for start, size, kind in np.random.default_rng(0).permutation(documents).tolist():
         document = tokens[start:start + size]
         learned = document >= 0
         end = min(size // 2, limit) if learned.all() else int(learned.argmax())
         if 0 < end <= limit:
-            by_kind.setdefault(kind, []).append((start, start + end, kind))
-    for prompts in by_kind.values():
-        np.random.default_rng(0).shuffle(prompts)
+            by_kind.setdefault(kind, []).append((start, start + end))
     if not by_kind:
         raise UserError(f"--length {length}: no held-out prompt leaves room for {NEW} tokens after "
                         "it: give more --length, or longer texts")
-    alternating = zip_longest(*(by_kind[kind] for kind in sorted(by_kind)))
-    chosen = [prompt for turn in alternating for prompt in turn if prompt][:PROMPTS]
-    return [(plain_ids(tokens[start:end]), kind) for start, end, kind in chosen]
+    alternating = zip_longest(*by_kind.values())
+    chosen = [span for turn in alternating for span in turn if span][:PROMPTS]
+    return [plain_ids(tokens[start:end]) for start, end in chosen]
 
 def decode(target, drafter, ids, eos):
     """Decode after a prompt -> Counter of what was drafted, [(p_draft (V,), target's choice)]"""
@@ -91,33 +87,22 @@ def fit_temperature(predictions):
         return 1.0
     logits = torch.stack([p for p, _ in known]).float().log()                  # (n, V)
     choices = torch.tensor([choice for _, choice in known], device=logits.device)
+    return min(GRID, key=lambda T: F.cross_entropy(logits / T, choices).item())
 
-    def loss(i):
-        return F.cross_entropy(logits / GRID[i], choices).item()
+def measure(target, drafters, prompts):
+    """Measure {name: drafter} -> {name: {"alpha", "tau", "temperature"}}
 
-    # It is convex in 1 / T: along the grid it falls to its minimum, and from there on it rises.
-    steps = range(len(GRID) - 1)
-    return GRID[bisect_left(steps, True, key=lambda i: loss(i + 1) >= loss(i))]
-
-def metrics_of(total):
-    """Counts of decode, summed -> {"alpha", "tau"}"""
-    return {"alpha": total["right"] / max(1, total["tested"]),
-            "tau": total["new"] / max(1, total["rounds"])}
-
-def measure(target, drafters, prompts, kinds):
-    """Measure {name: drafter} -> {name: {"alpha", "tau", "temperature", "by_kind"}}
-
-    target: a verify.Target.  prompts: of prompts_of.  kinds: the names of the kinds of text.
+    target: a verify.Target.  prompts: of prompts_of.
     """
     metrics, eos = {}, target.model.generation_config.eos_token_id
     for name, drafter in drafters.items():
-        by_kind, predictions = {}, []
+        total, predictions = Counter(), []
         drafter.temperature = 1.0
-        for ids, kind in tqdm(prompts, f"decode with {name}", leave=False, disable=None):
-            total, found = decode(target, drafter, ids, () if eos is None else eos)
-            by_kind.setdefault(kinds[kind], Counter()).update(total)
+        for ids in tqdm(prompts, f"decode with {name}", leave=False, disable=None):
+            counts, found = decode(target, drafter, ids, () if eos is None else eos)
+            total.update(counts)
             predictions += found[:FITTED - len(predictions)]
-        metrics[name] = metrics_of(sum(by_kind.values(), Counter()))
-        metrics[name]["temperature"] = fit_temperature(predictions)
-        metrics[name]["by_kind"] = {kind: metrics_of(total) for kind, total in by_kind.items()}
+        metrics[name] = {"alpha": total["right"] / max(1, total["tested"]),
+                         "tau": total["new"] / max(1, total["rounds"]),
+                         "temperature": fit_temperature(predictions)}
     return metrics

@@ -4,8 +4,6 @@
     module = new(calls["top"], target, length=512, tokens=ids)
     save("my-drafters/top", module, tokenizer, about)        # about: a dict, for training.json
 """
-import copy
-import inspect
 import json
 from functools import partial
 from types import SimpleNamespace
@@ -13,7 +11,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import save_model
 
 from beyond import shared
 from cascade import Cascade
@@ -27,30 +25,24 @@ from training import evaluate
 from verify import Target
 
 # ---------------------------------------------------------------- language models
-def stage(target, tokens, layers, width, loss="kl"):
-    """A Llama with random weights, for the target's vocabulary: heads of 32, tied embeddings."""
-    c = target.config.get_text_config()
-    heads = max(1, width // 32)
-    config = transformers.LlamaConfig(
-        vocab_size=c.vocab_size,
-        hidden_size=width,
-        intermediate_size=round(width * 8 / 3 / 64) * 64,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=context_of(c),
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=c.eos_token_id,
-        pad_token_id=None)
-    return SmallLM(transformers.LlamaForCausalLM(config).to(target.device), loss)
-
 class SmallLM(torch.nn.Module):
-    """A language model that learns as drafters do: by KL to the target, or by cross entropy."""
+    """A Llama for the target's vocabulary that learns as drafters do, by KL or cross entropy."""
 
-    def __init__(self, lm, loss="kl"):
+    def __init__(self, target, tokens, layers, width, loss):
+        """Random weights, heads of 32, tied embeddings.  tokens: as of draft_model, not used."""
         super().__init__()
-        self.lm = lm
+        c = target.config.get_text_config()
+        config = transformers.LlamaConfig(
+            vocab_size=c.vocab_size,
+            hidden_size=width,
+            intermediate_size=round(width * 8 / 3 / 64) * 64,
+            num_hidden_layers=layers,
+            num_attention_heads=max(1, width // 32),
+            max_position_embeddings=context_of(c),
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=c.eos_token_id)
+        self.lm = transformers.LlamaForCausalLM(config).to(target.device)
         self.config = SimpleNamespace(loss=loss)
 
     def terms(self, batch, block):
@@ -67,47 +59,27 @@ class SmallLM(torch.nn.Module):
         return kl(labels, logits)
 
 # ---------------------------------------------------------------- the drafters
-def recipe(kind, fixed={}, **defaults):
-    """A function (target, tokens, **settings) -> draft model with new weights, in float32.
+def draft_model(kind, target, tokens, **settings):
+    """A draft model with new weights, in float32.
 
-    kind: a key of families.KINDS.  fixed: settings of its Config.  defaults: those that the command
-    line may give, with their defaults.
+    kind: a key of families.KINDS.  tokens: as of new().  settings: tables, words (see below), and
+    those of its Config.
     """
-    def build(target, tokens, **given):
-        settings = {**fixed, **defaults, **given}
-        tables, count = settings.pop("tables", None), settings.pop("words", None)
-        if tables not in (None, "target", "random"):
-            raise ValueError(f'tables={tables!r}: choose "target" or "random"')
-        config_class, _ = families.KINDS[kind]
-        config = config_class.for_target(target, **settings)
-        words = None if count is None else frequent_words(target, tokens, count)
-        module = families.new(config, target, words).float()
-        if tables == "target":
-            start_from(module, target)
-        return module
-
-    # What runtime/calls.py reads
-    build.__signature__ = inspect.Signature([
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value)
-        for name, value in defaults.items()])
-    return build
-
-def frequent_words(target, tokens, count):
-    """The `count` most frequent of the tokens that are learned, and the end of text -> (count,)"""
-    eos = target.generation_config.eos_token_id
-    eos = eos[0] if isinstance(eos, list) else eos
-    learned = torch.from_numpy(tokens[tokens >= 0].astype("i8"))
-    return shared.frequent_words(learned, count, target.config.get_text_config().vocab_size, eos)
-
-def start_from(module, target):
-    """Let a GLIDE's embedding and head start as the target's, where the widths agree."""
-    for own, copy_of in ((module.embed, families.embedding_of), (module.head, families.head_of)):
-        weight = copy_of(target).weight
-        if own.weight.shape == weight.shape:
-            own.weight.data.copy_(weight)
-
-VANILLA = {"glimpse": False}
-VDM = {"hidden": -1, "encoding": False}
+    tables, words = settings.pop("tables", None), settings.pop("words", None)
+    config_class, _ = families.KINDS[kind]
+    config = config_class.for_target(target, **settings)
+    if words is not None:
+        learned = torch.from_numpy(tokens[tokens >= 0].astype("i8"))
+        ends = target.generation_config.eos_token_id
+        words = shared.frequent_words(learned, words, config.vocab, ends)
+    module = families.new(config, target, words).float()
+    if tables == "target":
+        pairs = (module.embed, families.embedding_of), (module.head, families.head_of)
+        for own, copy_of in pairs:
+            weight = copy_of(target).weight
+            if own.weight.shape == weight.shape:
+                own.weight.data.copy_(weight)
+    return module
 
 # Settings, beside those of the paper in the file of each drafter:
 #   layer     the target's layer that GLIDE's last layer reads; None: the top one, as in the paper
@@ -117,25 +89,29 @@ VDM = {"hidden": -1, "encoding": False}
 #   words     how many tokens, the most frequent of the text, are learned and drafted alone
 RECIPES = {
     # GLIDE (GLIDE, 4.1), and without the glimpse (Figure 4)
-    "glide": recipe("glide", layer=None, norm=True, layers=1, width=None, block=5, loss="kl",
-                    tables="target"),
-    "vanilla": recipe("vanilla", VANILLA, layers=1, width=None, loss="kl", tables="target"),
+    "glide": partial(draft_model, "glide", layer=None, norm=True, layers=1, width=None, block=5,
+                     loss="kl", tables="target"),
+    "vanilla": partial(draft_model, "vanilla", glimpse=False, layers=1, width=None, loss="kl",
+                       tables="target"),
     # EDD (EDD, 3.1), and the vanilla draft model (appendix A)
-    "edd": recipe("edd", hidden=HIDDEN, loss="kl", blocks=BLOCKS),
-    "vdm": recipe("vdm", VDM, loss="kl"),
+    "edd": partial(draft_model, "edd", hidden=HIDDEN, loss="kl", blocks=BLOCKS),
+    "vdm": partial(draft_model, "vdm", hidden=-1, encoding=False, loss="kl"),
     # The baselines of EDD's Table 1: EAGLE-1, MEDUSA-1
-    "eagle": recipe("eagle"),
-    "medusa": recipe("medusa", heads=5),
+    "eagle": partial(draft_model, "eagle"),
+    "medusa": partial(draft_model, "medusa", heads=5),
     # Between the target's own embedding and head (beyond/shared.py)
-    "glide-shared": recipe("glide-shared", layer=None, feed_forward=None, words=None, loss="kl",
-                           norm=True),
-    "vanilla-shared": recipe("vanilla-shared", VANILLA, feed_forward=None, words=None, loss="kl"),
-    "edd-shared": recipe("edd-shared", hidden=HIDDEN, words=None, loss="kl"),
-    "vdm-shared": recipe("vdm-shared", VDM, words=None, loss="kl"),
+    "glide-shared": partial(draft_model, "glide-shared", layer=None, norm=True, feed_forward=None,
+                            words=None),
+    "vanilla-shared": partial(draft_model, "vanilla-shared", glimpse=False, feed_forward=None,
+                              words=None),
+    "edd-shared": partial(draft_model, "edd-shared", hidden=HIDDEN, words=None),
+    "vdm-shared": partial(draft_model, "vdm-shared", hidden=-1, encoding=False, words=None),
     # Language models: the stages of a cascade (Cascade, 5)
-    "base": partial(stage, layers=3, width=192),
-    "small": partial(stage, layers=1, width=96),
+    "base": partial(SmallLM, layers=3, width=192, loss="kl"),
+    "small": partial(SmallLM, layers=1, width=96, loss="kl"),
 }
+# The values of settings that are words, the default first
+CHOICES = {"loss": ("kl", "ce"), "tables": ("target", "random")}
 
 # ---------------------------------------------------------------- from a call to a folder
 def calls_of(given):
@@ -160,9 +136,9 @@ def new(call, target, length, tokens):
     context = context_of(target.config.get_text_config())
     if length > context:
         raise UserError(f"--length {length} is more than the target's context of {context}")
-    losses = ("kl", "lk") if call.name.endswith("-shared") else ("kl", "ce")
-    if call.settings.get("loss", "kl") not in losses:
-        raise UserError(f"{call.label}: it learns by the loss {' or '.join(losses)}")
+    for name, choices in CHOICES.items():
+        if call.settings.get(name, choices[0]) not in choices:
+            raise UserError(f"{call.label}: choose {name}={' or '.join(map(repr, choices))}")
     try:
         return call.function(target, tokens, **call.settings)
     except (ValueError, TypeError) as why:
@@ -176,23 +152,19 @@ def drafter_of(kind, module):
     return drafter_class(module)
 
 def save(folder, module, tokenizer, about):
-    """Save a draft model, its weights in bfloat16.  about: a dict of how it was made."""
+    """Save a draft model; its weights become bfloat16.  about: a dict of how it was made."""
+    module.to(torch.bfloat16)
     if isinstance(module, SmallLM):
-        copy.deepcopy(module.lm).to(torch.bfloat16).save_pretrained(folder)
+        module.lm.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        return save_about(folder, about)
-    weights = {}
-    for name, weight in module.state_dict().items():
-        if weight.is_floating_point():                                 # a list of words is not
-            weight = weight.to(torch.bfloat16)
-        weights[name] = weight.cpu()
-    save_weights(folder, module, weights, about)
+        save_about(folder, about)
+    else:
+        save_weights(folder, module, about)
 
-def save_weights(folder, module, weights, about):
-    """Save weights {name: tensor} as those of a draft model."""
+def save_weights(folder, module, about):
+    """Save a draft model that is no language model, in its own precision."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: weight.contiguous() for name, weight in weights.items()}
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    save_model(module, folder / "model.safetensors", {"format": "pt"})
     save_about(folder, {"config": vars(module.config), **about})
 
 def save_about(folder, about):

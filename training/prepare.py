@@ -8,24 +8,25 @@ train.py encodes files by itself.  Encoded ahead of time, they serve several run
 """
 import argparse
 import sys
+from collections import Counter, defaultdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))      # so that it runs from anywhere
 
 from runtime import chats
 from runtime.load import load_tokenizer
-from runtime.program import UserError, program
-from training.documents import Report, encoded, marked, prepare, read
+from runtime.program import program
+from training.documents import encoded, lines_of, marked, prepare
 
-def show(paths, tokenizer, template, vocab, limit):
-    """Print the first `limit` documents of each form, as they are learned, then the counts."""
-    report, shown = Report(), {}
-    for document, parts in encoded(paths, tokenizer, template, vocab, report):
-        shown[document.form] = shown.get(document.form, 0) + 1
+def show(paths, tokenizer, template, limit):
+    """Print the first `limit` documents of each form, as they are learned, then the report."""
+    report, shown = defaultdict(list), Counter()
+    for document, parts in encoded(paths, tokenizer, template, report):
+        shown[document.form] += 1
         if shown[document.form] <= limit:
             print(f"--- {document.place}, read as {document.form}")
             print(*[marked(ids, tokenizer) for ids in parts], sep="\n")
-    print("---", *report.lines(), sep="\n")
+    print("---", *lines_of(report), sep="\n")
 
 @program
 def main(argv):
@@ -36,22 +37,16 @@ def main(argv):
     p.add_argument("--template",
                    help="format of chats: plain, question, vicuna, a Jinja file (default: its own)")
     p.add_argument("--template-args", help="for the template, as '{\"enable_thinking\": false}'")
-    p.add_argument("--out", help="folder to write")
-    p.add_argument("--show", type=int, metavar="N",
-                   help="print the first N documents of each form as they are learned")
+    what = p.add_mutually_exclusive_group(required=True)
+    what.add_argument("--out", help="folder to write")
+    what.add_argument("--show", type=int, metavar="N",
+                      help="print the first N documents of each form as they are learned")
     a = p.parse_args(argv)
-    if (a.out is None) == (a.show is None):
-        raise UserError("give --out, a folder to write, or --show, a number of documents to print")
     tokenizer = load_tokenizer(a.tokenizer, trust=a.trust_remote_code)
     template = chats.template_of(a.template, tokenizer, a.template_args)
-    vocab = max(tokenizer.get_vocab().values()) + 1
     if a.show is not None:
-        return show(a.files, tokenizer, template, vocab, a.show)
-    prepare(a.files, tokenizer, template, vocab, a.out)
-    data = read(a.out, tokenizer)
-    print(*data.report, sep="\n")
-    print(f"{a.out}: {len(data.tokens)} tokens; {len(data.documents)} documents to learn, "
-          f"{len(data.held_out)} held out; {len(data.kinds)} kinds of text")
+        return show(a.files, tokenizer, template, a.show)
+    print(*prepare(a.files, tokenizer, template, a.out), sep="\n")
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
