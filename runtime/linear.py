@@ -60,8 +60,5 @@ def pack(model, beside=None):
 
 def bytes_of(model):
     """Bytes of all weights of linear modules."""
-    total = 0
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            total += module.weight.nbytes
-    return total
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    return sum(module.weight.nbytes for module in linear)

@@ -12,6 +12,7 @@ import json
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 import transformers
 
@@ -149,15 +150,13 @@ def fingerprint(model, tokenizer=None):
     matrices = []
     for name, p in model.named_parameters():
         is_stored = p.is_floating_point() and p.dtype.itemsize > 1 and not p.is_meta
-        if p.ndim == 2 and is_stored and not hasattr(p, "__tensor_flatten__"):
+        if p.ndim == 2 and is_stored and type(p) is torch.nn.Parameter:
             matrices.append((name, p))
-    last = len(matrices) - 1
     for i in range(PROBES if matrices else 0):
         # Evenly over all matrices, the first and the last among them
-        name, matrix = matrices[round(i * last / (PROBES - 1))]
-        height, width = matrix.shape
-        weight = matrix[height // 3, width // 2]
-        about["probe"][name] = float(f"{weight.item():.5g}")
+        name, matrix = matrices[round(i * (len(matrices) - 1) / (PROBES - 1))]
+        weight = matrix[len(matrix) // 3, matrix.shape[1] // 2].item()
+        about["probe"][name] = float(f"{weight:.5g}")
     if tokenizer is not None:
         about["vocabulary"] = vocabulary_fingerprint(tokenizer)
     return about
@@ -236,17 +235,14 @@ def table2(k, models, gram):
     wanted = models * (models + 1) // 2
     if len(counts) != wanted:
         raise UserError(f"k={k!r}: {models} model(s) take {wanted} number(s)")
-    last_column = [N] if gram else []
-    K = []
-    for r in range(models):
-        # A total includes the one before it in its row; K has the differences.
-        totals = counts[:models - r]
-        counts = counts[models - r:]
-        added = [after - before for before, after in zip([0, *totals], totals)]
-        K.append([0] * r + added + last_column)
+    totals = np.zeros((models, models), int)
+    totals[np.triu_indices(models)] = counts
+    # A total includes the one before it in its row; K has the differences.
+    K = np.diff(totals, prepend=0)
     if gram:
-        K.append([0] * models + last_column)
-    return K
+        K = np.pad(K, (0, 1))
+        K[:, -1] = N
+    return K.tolist()
 
 def load_cascade(loaded, *names, k=None, lenience=1.0, bigram=None):
     """Algorithm 1 of Cascade Speculative Drafting; Max-Gram alone is a cascade without a model.
