@@ -19,7 +19,7 @@ import verify
 from runtime import families, load
 from training import convert
 
-VOCAB, WIDTH, LAST = 40, 32, 3                         # of the target
+VOCAB, WIDTH = 40, 32                                  # of the target
 NEAR = dict(atol=5e-5, rtol=1e-5)                      # RoPE tables of a model are float32
 
 @pytest.fixture(scope="module")
@@ -109,10 +109,8 @@ def arguments(folder, out, weights, config, pickled=False):
     """Write files as the hub has them -> the arguments of the command"""
     source = out.with_name("in")
     source.mkdir()
-    if pickled:                                    # in two files, with what is no weight
-        names = list(weights)
-        first = {name: weights.pop(name) for name in names[:5]}
-        torch.save(first | {"x.rotary_emb.inv_freq": torch.ones(4)}, source / "a.pt")
+    if pickled:                                    # with what is no weight
+        weights["x.rotary_emb.inv_freq"] = torch.ones(4)
         torch.save(weights, source / "pytorch_model.bin")
     else:
         save_file(weights, source / "model.safetensors")
@@ -129,21 +127,19 @@ def test_drafts_are_those_of_the_published_forward(target, tmp_path, kind, publi
     weights, config, logits = published(model)
     argv = arguments(folder, tmp_path / "out", weights, config, pickled=kind == "medusa")
     assert convert.main(argv) == 0
-    about = json.loads((tmp_path / "out" / "training.json").read_text())
+    drafter, about = families.load(tmp_path / "out", model)
     assert about["kind"] == kind
-    drafter, _ = families.load(tmp_path / "out", model)
     drafter.reset(lambda logits, temperature: logits)
     ids, t = torch.randint(VOCAB, (20,), generator=torch.Generator().manual_seed(2)), 12
     cache = transformers.DynamicCache()
     out = model(ids[None], past_key_values=cache, output_hidden_states=True)
-    last_hidden = out.hidden_states[LAST][0]
-    whole = [(layer.keys, layer.values) for layer in cache.layers]
-    kv = {m: (k[:, :, :t], v[:, :, :t]) for m, (k, v) in enumerate(whole)}
-    view = verify.View(ids[:t], ids[:t].tolist(), t, kv, {LAST: last_hidden[:t]})
+    kv = [(layer.keys, layer.values) for layer in cache.layers]
+    _, view = verify.Target(model).prefill(ids[:t].tolist(), 9, drafter.needs)
     drafter.begin(view, ids[t].item())
     for i in range(t, t + 5):
         [row] = drafter.expand(ids[i:i + 1], [i - t - 1])
-        torch.testing.assert_close(row, logits(whole, last_hidden, ids[:i + 1], t), **NEAR)
+        expected = logits(kv, out.hidden_states[-1][0], ids[:i + 1], t)
+        torch.testing.assert_close(row, expected, **NEAR)
 
 def test_a_weight_too_much_is_named(target, tmp_path, capsys):
     """The first norm of a layer, which EAGLE-1 does not have."""

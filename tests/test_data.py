@@ -258,10 +258,11 @@ def test_what_a_row_asks(tokenizer, tmp_path, row, expected):
     assert [tokenizer.decode(ids) for ids in asked] == expected
 
 # ---------------------------------------------------------------- prepared data
-def test_a_prepared_folder_holds_documents_as_they_are_encoded(tmp_path, tokenizer):
+def test_a_prepared_folder_holds_documents_as_they_are_encoded(tmp_path, tokenizer, capsys):
     """Every fiftieth is held out, if it does not say; ids as they are; kinds by number.
 
-    Its template need not be named again; another one, or another tokenizer, is refused.
+    Its template need not be named again; another one, or another tokenizer, is refused.  Text of
+    another target, and that no text is held out, are told.
     """
     rows = [{"ids": [i, i, i], "source": "ab"[i % 2]} for i in range(1, 101)]
     rows[2]["held_out"], rows[99]["held_out"] = True, "false"
@@ -276,6 +277,11 @@ def test_a_prepared_folder_holds_documents_as_they_are_encoded(tmp_path, tokeniz
         (0, [~7, ~8, 9])]
     assert lines[1] == f"1 read as prompt + answer; not read: target (row 101 of {path})"
     assert lines[2].startswith("301 of 303 tokens are learned; 2 of 101 documents are held out")
+    assert "warning: --data has text that another model than --target" in capsys.readouterr().out
+    path = write_rows(path, [{"ids": [1, 2]}])
+    data = documents.load([path], tokenizer, ("plain", None), {}, folder)
+    assert data.held_out.tolist() == data.documents.tolist() == [[0, 2, 0]]
+    assert "no text is held out" in capsys.readouterr().out
     for other, template, words in ((tokenizer, "question", "another --template"),
                                    (tokenizer_of("other text"), "plain", "another tokenizer")):
         with pytest.raises(UserError, match=f"was prepared with {words}"):

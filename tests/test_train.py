@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import Positional, plain, tiny, weighty
-from helpers import TEXT, refused, save, tokenizer_of, write_rows
+from helpers import TEXT, refused, write_rows
+from torch.multiprocessing import start_processes
 
 import train
 import verify
 from runtime import families, load
 from runtime.program import UserError
-from training import documents, evaluate, models, prepare
+from training import documents, evaluate, models
 
 NAMES = {"glide": "glide(width=16)", "edd": "edd(hidden=2)", "eagle": "eagle",
          "small": "small(loss='ce')", "own": "own=glide-shared(feed_forward=16, words=20)"}
@@ -31,17 +32,12 @@ def brief(monkeypatch):
     monkeypatch.setattr(evaluate, "NEW", 12)
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    """A tiny random target with a tokenizer, saved as Hugging Face does, and text."""
-    folder = tmp_path_factory.mktemp("target")
-    model = tiny("llama", vocab_size=300, max_position_embeddings=64).float()
-    save(folder / "model", model, tokenizer_of(TEXT * 400))
-    rows = []
-    for i in range(60):
-        text = (TEXT * 9)[i:i + 20 + 37 * i % 250]
-        rows.append({"text": text, "held_out": i % 10 in (4, 7)})
-    write_rows(folder / "rows.jsonl", rows)
-    return folder
+def target(small):
+    """conftest.small, and text."""
+    rows = [{"text": (TEXT * 9)[i:i + 20 + 37 * i % 250], "held_out": i % 10 in (4, 7)}
+            for i in range(60)]
+    write_rows(small / "rows.jsonl", rows)
+    return small
 
 def flags(target, out, *more, names):
     """train.py's arguments.  names: of NAMES."""
@@ -139,24 +135,10 @@ def test_training_learns_and_writes_a_log_and_drafters(target, tmp_path):
     again = evaluate.measure(verify.Target(model), {"glide": drafter}, prompts)
     assert again["glide"]["tau"] == pytest.approx(last["glide"]["tau"], rel=0.2)
 
-def test_text_of_another_target_and_no_held_out_text_are_told(target, tmp_path, capsys):
-    """Also of a folder that was prepared."""
-    rows = [{"prompt": list(range(9)), "answer": list(range(9, 40)), "target": "another"}] * 20
-    data, ready = str(write_rows(tmp_path / "rows.jsonl", rows)), str(tmp_path / "ready")
-    assert prepare.main([data, "--tokenizer", str(target / "model"), "--out", ready]) == 0
-    argv = flags(target, tmp_path / "out", "--data", ready, "--steps", "1", names=["glide"])
-    assert train.main(argv) == 0
-    out = capsys.readouterr().out
-    assert "warning: --data has text that another model than --target wrote" in out
-    assert "no text is held out: drafters are measured on what they learn" in out
-
 # ---------------------------------------------------------------- processes
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
 def test_two_processes_are_one(target, tmp_path, monkeypatch):
-    """Their gradients before any optimizer, and what they learn and measure.
-
-    Some steps have fewer batches than there are processes.
-    """
+    """Their gradients before any optimizer; some steps have fewer batches than processes."""
     names, update = ["glide", "edd", "eagle"], train.update
 
     def keep(modules, losses, optimizers, lr, step):
@@ -169,26 +151,17 @@ def test_two_processes_are_one(target, tmp_path, monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    pids = []
-    for rank in "01":                                    # as torchrun starts them
-        pids.append(os.fork())
-        if pids[-1] == 0:
-            status = 1
-            try:
-                os.environ.update(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-                                  RANK=rank, LOCAL_RANK=rank)
-                status = train.main(flags(target, tmp_path / "two", names=names))
-            finally:
-                os._exit(status)                         # whatever happens
-    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0, 0]
+
+    def run(rank):                                       # as torchrun starts them
+        os.environ.update(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+                          RANK=str(rank), LOCAL_RANK=str(rank))
+        assert train.main(flags(target, tmp_path / "two", names=names)) == 0
+    start_processes(run, nprocs=2, start_method="fork")
     for step in range(4):
         one, *both = (torch.load(tmp_path / f"{name}-{step}.pt", weights_only=True)
                       for name in ("1-0", "2-0", "2-1"))
         for each in both:
             torch.testing.assert_close(each, one, atol=1e-5, rtol=1e-2 if step else 1e-4)
-    for name in names:
-        first, second = (about_of(tmp_path / run, name)["validation"] for run in ("one", "two"))
-        assert first["tau"] == second["tau"]
 
 # ---------------------------------------------------------------- names
 def start(text, model, tokens=np.arange(12)):
@@ -206,13 +179,17 @@ def frozen_for(model, modules):
 @pytest.mark.parametrize("text, expected", [
     ("glide", {"layers_read": (2,), "norm": True, "glimpse": True, "loss": "kl", "width": 32}),
     ("glide(layers=2, width=24, block=3)", {"layers_read": (1, 2), "width": 24, "block": 3}),
-    ("vanilla", {"glimpse": False}), ("medusa(heads=2)", {"heads": 2}),
+    ("vdm(loss='ce')", {"encoding": False, "loss": "ce"}), ("medusa(heads=2)", {"heads": 2}),
     ("edd(hidden=2, blocks=(5, 5))", {"hidden": 2, "blocks": (5, 5), "encoding": True}),
-    ("vdm(loss='ce')", {"encoding": False, "loss": "ce"}),
-    ("glide-shared(feed_forward=24, words=5)", {"feed_forward": 24, "loss": "kl"})])
+    ("vanilla-shared(feed_forward=24, words=5)", {"feed_forward": 24, "glimpse": False})])
 def test_calls_become_their_settings(text, expected, llama):
     config = vars(start(text, llama).config)
     assert {key: config[key] for key in expected} == expected
+
+@pytest.mark.parametrize("text", ["glide(loss='mse')", "glide(tables='own')", "eagle(loss='ce')"])
+def test_other_settings_are_refused(text, llama):
+    with pytest.raises(UserError):
+        start(text, llama)
 
 def test_a_drafter_starts_from_the_target_where_the_widths_agree():
     """By copies of its embedding and head."""
@@ -246,15 +223,14 @@ def pieces_at_random(n):
 def test_an_epoch_has_every_piece_once_in_even_steps():
     pieces = pieces_at_random(1000)
     count = pieces[:, 1].sum() // 512
-    first, other = ([train.pieces_of_step(pieces, 512, seed, i) for i in range(2 * count)]
-                    for seed in (0, 1))
-    sizes = np.cumsum([step[:, 1].sum() for step in first[:count]])
-    assert all(512 * (i + 1) <= size < 512 * (i + 1) + 100 for i, size in enumerate(sizes))
-    for epoch in (first[:count], first[count:]):
-        seen = np.concatenate(epoch)
-        left = pieces[:, 1].sum() - seen[:, 1].sum()
-        assert len(set(seen[:, 0])) == len(seen) and left < 512, "once, but what fills no step"
-    assert not np.array_equal(first[count], first[0]) and not np.array_equal(other[0], first[0])
+    steps = [train.pieces_of_step(pieces, 512, 0, i) for i in range(2 * count)]
+    for epoch in (steps[:count], steps[count:]):
+        sizes = np.cumsum([step[:, 1].sum() for step in epoch])
+        assert all(512 * (i + 1) <= size < 512 * (i + 1) + 100 for i, size in enumerate(sizes))
+        seen = np.concatenate(epoch)[:, 0]
+        assert len(set(seen)) == len(seen), "once"
+    for other in (steps[count], train.pieces_of_step(pieces, 512, 1, 0)):
+        assert not np.array_equal(other, steps[0]), "another epoch, another seed"
 
 def test_batches_of_a_step_fit_with_their_padding():
     pieces = pieces_at_random(40)
@@ -278,13 +254,11 @@ def test_a_loss_with_padding_is_that_of_each_document(llama, text):
     found = [loss, *(p.grad for p in module.parameters())]
     module.zero_grad()
     total = 0.0
-    for begin, size in pieces:
-        given = torch.from_numpy(tokens[begin:begin + size].astype("i8"))
-        batch = frozen.batch(np.where(given < 0, ~given, given), np.array([[0, size]]))
-        is_label = given[1:] >= 0
+    for piece in pieces:
+        batch = frozen.batch(tokens, piece[None])
         for x, labels, mask in module.terms(batch, 5):
-            mask = is_label if mask is None else is_label & mask[0, :-1]
-            total = total + module.loss_of(x[0, :-1][mask], labels[0, :-1][mask])
+            mask = batch.loss_mask if mask is None else batch.loss_mask & mask
+            total = total + module.loss_of(x[mask], labels[mask])
     total.backward()
     expected = [total, *(p.grad for p in module.parameters())]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)

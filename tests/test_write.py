@@ -8,7 +8,7 @@ from conftest import CONTEXT, plain, tiny
 from helpers import refused, rows_of, write_rows
 
 import maxgram
-from runtime import chats, load
+from runtime import load
 from training import batched, bigram, documents, write
 
 # ---------------------------------------------------------------- texts
@@ -42,13 +42,14 @@ def test_sampled_texts_have_the_models_distribution(llama):
 
 # ---------------------------------------------------------------- the command
 def test_rows_are_what_training_reads(small, tmp_path, capsys):
-    """No prompt twice; the form of rows is that of test_data's, and it is known who wrote them.
+    """No prompt twice, none of what is held out; the form of rows is that of test_data's.
 
-    A file that was cut is gone on with; others are refused.
+    It is known who wrote them.  A file that was cut is gone on with; others are refused.
     """
     given = [{"ids": list(range(7, 7 + i % 5 * 2 + 6)) + [i], "source": "ab"[i % 5 % 2]}
              for i in range(12)]
-    data, out = write_rows(tmp_path / "given.jsonl", given), tmp_path / "written.jsonl"
+    held_out = [{"ids": [5, 6, 7, 8], "held_out": True}]
+    data, out = write_rows(tmp_path / "given.jsonl", given + held_out), tmp_path / "written.jsonl"
     argv = ["--target", str(small / "model"), "--device", "cpu", "--batch", "3", "--length", "24",
             "--data", str(data), "--out", str(out)]
     assert write.main(argv) == 0
@@ -72,17 +73,6 @@ def test_rows_are_what_training_reads(small, tmp_path, capsys):
         out.write_text(text)
         refused(capsys, argv, words, write.main)
         assert out.read_text() == text
-
-def test_prompts_of_chats_are_first_questions(small, tmp_path):
-    """And of other texts the first half.  What is held out is not asked."""
-    tokenizer = load.load_tokenizer(small / "model")
-    rows = [{"turns": ["return", "more"], "category": "code"}, {"text": "def add(a, b)"},
-            {"question": "q", "held_out": True}]
-    path = write_rows(tmp_path / "rows.jsonl", rows)
-    template = chats.template_of("plain", tokenizer)
-    (kind, question), (_, half) = documents.prompts_in([path], tokenizer, template, 90)
-    assert kind == "code" and tokenizer.decode(question) == "USER: return\n\nASSISTANT:"
-    assert "def add(a, b)".startswith(tokenizer.decode(half))
 
 # ---------------------------------------------------------------- bigram
 def test_the_bigram_is_counted_and_its_confidence_measured(small, tmp_path):
