@@ -28,6 +28,7 @@ CASES = {
     "made for another target: train one": ("bench", BENCH + "--drafter glide --target T/other"),
     "T/empty.jsonl: no prompt is there": ("bench", BENCH + "--prompts T/empty.jsonl"),
     "the target's context of 64": ("train", TRAIN + "--length 65"),
+    "choose loss='kl' or 'ce'": ("train", TRAIN.replace("glide", "glide(loss='mse')")),
     "layer 3 of LlamaForCausalLM": ("train", TRAIN.replace("glide", "glide(layer=3)")),
     "no/data does not exist": ("training.prepare", "no/data --tokenizer MODEL --out T/new")}
 

@@ -46,11 +46,6 @@ def flags(target, out, *more, names):
             "--steps", "4", "--batch", "3", "--length", "40", "--every", "2",
             "--optimizer", "adamw", "--lr", "1e-3", *more]
 
-def saved(out, names):
-    """Weights and metrics of each drafter."""
-    return [((out / name / "model.safetensors").read_bytes(), about_of(out, name)["validation"])
-            for name in names]
-
 def about_of(out, name):
     return json.loads((out / name / "training.json").read_text())
 
@@ -77,7 +72,9 @@ def test_a_resumed_run_is_bit_for_bit_an_uninterrupted_one(
     refused(capsys, one("cut", "--seed", "1", "--resume"), "repeat the interrupted run's command",
             train.main)
     assert train.main(one("cut", "--resume")) == 0 and not state.exists()
-    assert saved(tmp_path / "whole", names) == saved(tmp_path / "cut", names)
+    for name in names:
+        whole, cut = (tmp_path / run / name / "model.safetensors" for run in ("whole", "cut"))
+        assert whole.read_bytes() == cut.read_bytes()
     refused(capsys, one("cut"), f"cut/{names[0]} is there already", train.main)
     assert train.main(one("cut", "--overwrite", "--steps", "1")) == 0
 
@@ -106,12 +103,11 @@ def test_the_learning_rate_rises_and_falls_along_a_cosine():
 
 def test_muon_is_for_hidden_matrices_adamw_for_the_rest(llama):
     module = start("glide(width=16)", llama)
-    adamw, by_muon = train.optimizers_of({"a-head": module}, "muon")
-    rest, held = ({id(p) for p in of.param_groups[0]["params"]} for of in (adamw, by_muon))
-    assert {id(module.embed.weight), id(module.head.weight), id(module.norm.weight)} <= rest
+    rest, held = ({id(p) for p in of.param_groups[0]["params"]}
+                  for of in train.optimizers_of({"a-head": module}, "muon"))
     assert len(rest) + len(held) == len(list(module.parameters()))
-    layer = module.layers[0]
-    assert {id(getattr(layer, name).weight) for name in ("qkv", "up", "o", "glimpse_q")} <= held
+    assert {name for name, p in module.named_parameters() if id(p) in held} == {
+        f"layers.0.{part}.weight" for part in ("qkv", "o", "glimpse_q", "glimpse_o", "up", "down")}
 
 def test_training_learns_and_writes_a_log_and_drafters(target, tmp_path):
     names, out = ["glide", "edd", "small"], tmp_path / "out"
@@ -185,11 +181,6 @@ def frozen_for(model, modules):
 def test_calls_become_their_settings(text, expected, llama):
     config = vars(start(text, llama).config)
     assert {key: config[key] for key in expected} == expected
-
-@pytest.mark.parametrize("text", ["glide(loss='mse')", "glide(tables='own')", "eagle(loss='ce')"])
-def test_other_settings_are_refused(text, llama):
-    with pytest.raises(UserError):
-        start(text, llama)
 
 def test_a_drafter_starts_from_the_target_where_the_widths_agree():
     """By copies of its embedding and head."""

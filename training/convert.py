@@ -34,7 +34,6 @@ from runtime import families, load
 from runtime.program import UserError, program
 from training.models import save_weights
 
-PREFIXES = ("small_model.", "medusa_head.")
 # GLIDE's weights: ours, and the published ones of which ours is stacked
 GLIDE = {
     "embed": ["model.embed_tokens"],
@@ -62,8 +61,7 @@ def read_weights(folder):
         else:
             weights = torch.load(file, weights_only=True, map_location="cpu")
         for name, weight in weights.items():
-            for prefix in PREFIXES:
-                name = name.removeprefix(prefix)
+            name = re.sub(r"^(small_model|medusa_head)\.", "", name)
             if not name.endswith("rotary_emb.inv_freq"):
                 found[name] = weight
     return found

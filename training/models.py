@@ -5,17 +5,17 @@
     save("my-drafters/top", module, tokenizer, about)        # about: a dict, for training.json
 """
 import json
+import re
 from functools import partial
 from types import SimpleNamespace
 
 import torch
-import torch.nn.functional as F
 import transformers
 from safetensors.torch import save_model
 
+import edd
 from beyond import shared
 from cascade import Cascade
-from edd import BLOCKS, HIDDEN, kl
 from runtime import families
 from runtime.calls import read_call
 from runtime.program import UserError
@@ -43,20 +43,17 @@ class SmallLM(torch.nn.Module):
             bos_token_id=None,
             eos_token_id=c.eos_token_id)
         self.lm = transformers.LlamaForCausalLM(config).to(target.device)
-        self.config = SimpleNamespace(loss=loss)
+        self.config = SimpleNamespace(loss=loss, hidden=None)
 
-    def terms(self, batch, block):
-        """As glide.Glide.terms."""
-        x = self.lm.model(input_ids=batch.ids, use_cache=False).last_hidden_state    # (B, T, D)
-        labels = batch.ids.roll(-1, 1) if self.config.loss == "ce" else batch.logits
-        return [(x, labels, None)]
+    terms, loss_of = edd.EDD.terms, edd.EDD.loss_of
 
-    def loss_of(self, x, labels):
-        """As glide.Glide.loss_of."""
-        logits = self.lm.lm_head(x)
-        if self.config.loss == "ce":
-            return F.cross_entropy(logits.float(), labels, reduction="sum")
-        return kl(labels, logits)
+    def forward(self, ids, hidden, block):
+        """As edd.EDD.forward, by the ids (B, T) alone -> (B, T, D)"""
+        return self.lm.model(input_ids=ids, use_cache=False).last_hidden_state
+
+    def head(self, x):
+        """x (..., D) -> logits (..., V)"""
+        return self.lm.lm_head(x)
 
 # ---------------------------------------------------------------- the drafters
 def draft_model(kind, target, tokens, **settings):
@@ -94,7 +91,7 @@ RECIPES = {
     "vanilla": partial(draft_model, "vanilla", glimpse=False, layers=1, width=None, loss="kl",
                        tables="target"),
     # EDD (EDD, 3.1), and the vanilla draft model (appendix A)
-    "edd": partial(draft_model, "edd", hidden=HIDDEN, loss="kl", blocks=BLOCKS),
+    "edd": partial(draft_model, "edd", hidden=edd.HIDDEN, loss="kl", blocks=edd.BLOCKS),
     "vdm": partial(draft_model, "vdm", hidden=-1, encoding=False, loss="kl"),
     # The baselines of EDD's Table 1: EAGLE-1, MEDUSA-1
     "eagle": partial(draft_model, "eagle"),
@@ -104,7 +101,7 @@ RECIPES = {
                             words=None),
     "vanilla-shared": partial(draft_model, "vanilla-shared", glimpse=False, feed_forward=None,
                               words=None),
-    "edd-shared": partial(draft_model, "edd-shared", hidden=HIDDEN, words=None),
+    "edd-shared": partial(draft_model, "edd-shared", hidden=edd.HIDDEN, words=None),
     "vdm-shared": partial(draft_model, "vdm-shared", hidden=-1, encoding=False, words=None),
     # Language models: the stages of a cascade (Cascade, 5)
     "base": partial(SmallLM, layers=3, width=192, loss="kl"),
@@ -118,10 +115,9 @@ def calls_of(given):
     """["top=glide(norm=False)", "edd"] -> {"top": Call, "edd": Call}, by the names of folders"""
     calls = {}
     for text in given:
-        name, equals, rest = text.partition("=")
-        is_named = equals and "(" not in name
-        call = read_call(rest if is_named else text, RECIPES, "drafter")
-        name = name.strip() if is_named else call.name
+        name, text = re.fullmatch(r"(?:([\w.-]+) *=)?(.*)", text).groups()
+        call = read_call(text, RECIPES, "drafter")
+        name = name or call.name
         if name in calls:
             raise UserError(f"two drafters are called {name}: name one of them, say "
                             f'"{name}-2={call.label}"')

@@ -106,8 +106,7 @@ def main(argv):
     flag("--batch", type=int, default=256, help="texts that are decoded together")
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     a = p.parse_args(argv)
-    dtype = "auto" if a.device.startswith("cuda") else "float32"
-    target, tokenizer = load.load_target(str(load.STAND_IN), dtype, a.device)
+    target, tokenizer = load.load_target(load.STAND_IN, "float32", a.device)
     prompts = begin(Path(f"{a.out}.prompts"), target, tokenizer, a.texts // len(KINDS), a.batch)
     batched.append(Path(a.out), target, tokenizer, prompts, LENGTH, a.batch, [0.0, 1.0])
 
