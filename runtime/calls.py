@@ -14,12 +14,13 @@ from collections import namedtuple
 from runtime.program import UserError
 
 # words: the names that were given.  settings: {name: value}, those that were given.  label: the
-# call as tables show it.
+# call as it was written.
 Call = namedtuple("Call", "name function words settings label")
 
 def read_call(text, functions, what):
     """"pct(width=7)" -> Call.  functions: {name: function}; what: "tree", as an error calls it."""
-    name, bracket, inside = text.strip().partition("(")
+    label = text.strip()
+    name, bracket, inside = label.partition("(")
     name = name.strip().replace("_", "-")
     if name not in functions:
         raise UserError(f"there is no {what} called {name!r}: choose among {' '.join(functions)}")
@@ -43,6 +44,4 @@ def read_call(text, functions, what):
         takes = ["names"] if takes_words else []
         takes += [f"{key}={value!r}" for key, value in defaults.items()]
         raise UserError(f"{text}: {name} takes {', '.join(takes) or 'no settings'}") from None
-    arguments = words + [f"{key}={value!r}" for key, value in settings.items()]
-    label = f"{name}({', '.join(arguments)})" if arguments else name
     return Call(name, functions[name], words, settings, label)

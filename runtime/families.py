@@ -14,7 +14,6 @@ import copy
 import json
 import warnings
 from inspect import signature
-from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -28,11 +27,10 @@ import edd
 import glide
 from beyond import eagle, medusa, shared
 from runtime.linear import PackedLinear, pack
-from runtime.program import UserError, first_line
+from runtime.program import UserError
 from runtime.targets import context_of, device_of
 
 READS_NONE = "take a drafter that does not (edd, vanilla)"
-TREE_POSITIONS = 1024            # after the last token of a full context, for the nodes of a tree
 
 # ---------------------------------------------------------------- embedding and head
 @torch.no_grad()
@@ -84,28 +82,21 @@ def rope_by(angles, partner=rotate_half):
         return rotate
     return rope
 
-def rope_table(model, layer):
-    """The cos and sin that the target's own module gives one of its layers -> (2, length, r).
+def rope_angles(model, layer):
+    """The angles of the target's RoPE in one of its layers, by position: cos and sin (2, length, n)
 
-    How they belong to the entries of a head differs from family to family.  r is 0 in a target
-    without such a module.  The length is the context's, and more for the nodes of a tree.
+    n is 0 in a target without one.  The length is the context's, and 1024 more for the nodes of a
+    tree.
     """
     c, device = model.config.get_text_config(), device_of(model)
-    # Beyond the context, which no sequence reaches, longrope and dynamic NTK have other tables.
-    context = context_of(c)
-    position = torch.arange(context + TREE_POSITIONS, device=device).clamp(max=context - 1)[None]
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
-    table = None
-    if rotary is not None:
-        has_kinds = "layer_type" in signature(rotary.forward).parameters
-        kind = {"layer_type": c.layer_types[layer]} if has_kinds else {}
-        table = rotary(position.float(), position, **kind)
-    if not isinstance(table, tuple):                                   # complex numbers (Llama 4)
-        return torch.zeros(2, position.shape[1], 0, device=device)
-    table = torch.cat(table).detach()
-    if table.shape[-1] == len(getattr(rotary, "inv_freq", ())):        # GPT-OSS has each angle once
-        table = table.repeat(1, 1, 2)
-    return table
+    kind = f"{c.layer_types[layer]}_" if hasattr(rotary, "layer_types") else ""
+    # longrope and dynamic NTK have others for longer texts than the context, which nobody decodes.
+    inv_freq = getattr(rotary, f"{kind}original_inv_freq", torch.zeros(0))
+    scaling = getattr(rotary, f"{kind}attention_scaling", 1.0)
+    position = torch.arange(context_of(c) + 1024, device=device)
+    angles = position[:, None] * inv_freq.float().to(device)                   # (length, n)
+    return torch.stack((angles.cos(), angles.sin())) * scaling
 
 @torch.no_grad()
 def cached_keys(model, layer, position):
@@ -123,34 +114,30 @@ def cached_keys(model, layer, position):
                          f"of one size, and GLIDE reads them: {READS_NONE}")
     return k.float()
 
-def angles_of(model, table, layer):
+def rotation_of(model, angles, layer):
     """How the target rotates the keys of a layer -> the arguments of rope_by
 
-    table: as rope_table gives it.
+    angles: as rope_angles gives them.
     """
-    position = torch.tensor([[0], [2]], device=table.device)
-    key_0, key_2 = cached_keys(model, layer, position).to(table.device)
+    position = torch.tensor([[0], [2]], device=angles.device)
+    key_0, key_2 = cached_keys(model, layer, position).to(angles.device)
     # Without RoPE keys stay the same (ALiBi), or become others (learned positions).
     same = (key_2 - key_0).norm() < 0.01 * key_0.norm()
     of_one_length = torch.allclose(key_2.norm(dim=-1), key_0.norm(dim=-1), rtol=0.01)
-    n = table.shape[-1] // 2
-    if same or n == 0 and not of_one_length:
-        return table[..., :0], rotate_half
+    if same or not angles.numel() and not of_one_length:
+        return angles[..., :0], rotate_half
 
-    def error(how):
+    def error(partner):
         """|R_2 k_0 - R_0 k_2| / |k_2 - k_0|: R_0 only scales, if it does, and both sides alike."""
-        rope = rope_by(*how)
+        rope = rope_by(angles, partner)
         difference = rope(key_0, position[1])(key_0) - rope(key_2, position[0])(key_2)
         return difference.norm() / (key_2 - key_0).norm()
 
-    # A table has each angle twice: half a head apart, or in turn.
-    ways = [(angles, partner) for angles in (table[..., :n], table[..., ::2])
-            for partner in (rotate_half, rotate_pairs)]
-    best = min(ways, key=error)
+    best = min(rotate_half, rotate_pairs, key=error)
     if error(best) > 0.3:                                              # half precision is coarse
         raise ValueError(f"{type(model).__name__} rotates its keys in a way that is unknown here, "
                          f"and GLIDE reads them: {READS_NONE}")
-    return best
+    return angles, best
 
 def ropes_of(model, config):
     """The RoPE of the self-attention of a GLIDE of this Config, and of its glimpse.
@@ -158,18 +145,18 @@ def ropes_of(model, config):
     Raises ValueError where the target does not cache the keys that it reads.
     """
     layer = config.layers_read[-1] if config.glimpse else -1
-    table, d = rope_table(model, layer), config.width // config.heads
-    angles, partner = table.chunk(2, -1)[0], rotate_half
+    angles, partner = rope_angles(model, layer), rotate_half
     if config.glimpse:
-        angles, partner = angles_of(model, table, layer)
+        angles, partner = rotation_of(model, angles, layer)
     glimpse_rope = rope_by(angles, partner)
+    d = config.width // config.heads
     if 2 * angles.shape[-1] == d:
         return glimpse_rope, glimpse_rope
     # The drafter needs positions where the target has none, or rotates a part of a head.
     rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=d, num_attention_heads=1))
-    position = torch.arange(table.shape[1])[None]
-    angles = torch.cat(rotary(position.float(), position))[..., :d // 2]
-    return rope_by(angles.to(table.device)), glimpse_rope
+    position = torch.arange(angles.shape[1])[None]
+    own = torch.cat(rotary(position.float(), position))[..., :d // 2]
+    return rope_by(own.to(angles.device)), glimpse_rope
 
 # ---------------------------------------------------------------- EDD, the VDM, EAGLE
 def parts_of(model, embed=None, head=None):
@@ -261,12 +248,12 @@ def about_drafter(folder):
     path = Path(folder, "training.json")
     try:
         about = json.loads(path.read_text())
-        kind, settings, _, _ = itemgetter("kind", "config", "target", "validation")(about)
-        config_class, _ = KINDS[kind]
-        return about, config_class(**settings)
+        config_class, _ = KINDS[about["kind"]]
+        _ = about["target"]["probe"], about["validation"]      # which are read, too
+        return about, config_class(**about["config"])
     except (KeyError, TypeError, ValueError) as why:
-        raise UserError(f"{path} holds no drafter of these kinds: {', '.join(KINDS)} "
-                        f"({type(why).__name__}: {first_line(why)})") from why
+        raise UserError(f"{path} ({why!r}) holds no drafter of these kinds: "
+                        f"{', '.join(KINDS)}") from why
 
 def load(folder, model):
     """A checkpoint of train.py -> (drafter for the target `model`, training.json as a dict).

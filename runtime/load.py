@@ -147,11 +147,9 @@ def fingerprint(model, tokenizer=None):
         about[name] = getattr(model.config.get_text_config(), name)
     # Matrices of which a weight can be read.  Offloaded ones cannot; a number that is stored in 8
     # bits or less is not the weight, but has a scale elsewhere.
-    matrices = []
-    for name, p in model.named_parameters():
-        is_stored = p.is_floating_point() and p.dtype.itemsize > 1 and not p.is_meta
-        if p.ndim == 2 and is_stored and type(p) is torch.nn.Parameter:
-            matrices.append((name, p))
+    matrices = [(name, p) for name, p in model.named_parameters()
+                if p.ndim == 2 and type(p) is torch.nn.Parameter and not p.is_meta
+                and p.is_floating_point() and p.dtype.itemsize > 1]
     for i in range(PROBES if matrices else 0):
         # Evenly over all matrices, the first and the last among them
         name, matrix = matrices[round(i * (len(matrices) - 1) / (PROBES - 1))]
@@ -180,12 +178,10 @@ def drafters_in(checkpoint):
     if (top / "training.json").exists():
         about, _ = families.about_drafter(top)
         return {about["kind"]: top}
-    found = {}
-    for path in sorted(top.glob("*/training.json")):
-        # A folder with a config.json is a language model's, a stage of a cascade.
-        if not (path.parent / "config.json").exists():
-            found[path.parent.name.replace("_", "-")] = path.parent
-    return found
+    folders = [path.parent for path in sorted(top.glob("*/training.json"))]
+    # A folder with a config.json is a language model's, a stage of a cascade.
+    return {folder.name.replace("_", "-"): folder for folder in folders
+            if not (folder / "config.json").exists()}
 
 def load_drafter(loaded, name, temperature=None):
     """A trained drafter of the checkpoint.
@@ -231,7 +227,7 @@ def table2(k, models, gram):
     three.  models: how many there are.  gram: whether Max-Gram is the last stage.
     Where k_12 = k_11 the second model drafts for the first one only.
     """
-    counts = list(k) if isinstance(k, (tuple, list)) else [k]
+    counts = np.ravel(k)
     wanted = models * (models + 1) // 2
     if len(counts) != wanted:
         raise UserError(f"k={k!r}: {models} model(s) take {wanted} number(s)")

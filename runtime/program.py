@@ -10,9 +10,6 @@ from safetensors import SafetensorError
 class UserError(ValueError):
     """A user's mistake: what is wrong and what to do.  A defect of ours keeps its traceback."""
 
-# What is said in a sentence: mistakes of the user, of the disk, of a file's content
-SENTENCES = (UserError, OSError, SafetensorError, torch.OutOfMemoryError)
-
 def program(run):
     """Make of run(argv), which may return an exit status, a main(argv) that returns one.
 
@@ -25,7 +22,7 @@ def program(run):
             sys.stdout.reconfigure(errors="replace")
         try:
             return run(sys.argv[1:] if argv is None else argv) or 0
-        except SENTENCES as why:
+        except (UserError, OSError, SafetensorError, torch.OutOfMemoryError) as why:
             # Under torchrun all processes raise the same UserError: the first one prints it.
             if os.environ.get("RANK", "0") == "0" or not isinstance(why, UserError):
                 sentence = str(why).partition("\n")[0]

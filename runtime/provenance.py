@@ -4,6 +4,7 @@ import platform
 import re
 import subprocess
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,19 +19,17 @@ def provenance(device):
     machine = f"{os.cpu_count()} cores of {found[1] if found else platform.machine()}"
     if device.type == "cuda":
         machine = f"{torch.cuda.get_device_name(device)}, {machine}"
-    versions = {"python": platform.python_version(), "torch": torch.__version__,
-                "transformers": transformers.__version__}
     return {"commit": commit(), "machine": machine, "threads": torch.get_num_threads(),
-            "date": date.today().isoformat(), "versions": versions}
+            "date": date.today().isoformat(), "torch": torch.__version__,
+            "transformers": transformers.__version__}
 
 def commit():
     """The commit of this code, "+changes" where files differ from it; "unknown" without git."""
-    def git(*command):
-        return subprocess.run(["git", *command], cwd=ROOT, text=True, capture_output=True,
-                              check=True).stdout.strip()
+    git = partial(subprocess.check_output, cwd=ROOT, text=True, stderr=subprocess.DEVNULL)
     try:
         # Rows that were measured a moment ago change nothing of what is measured now.
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":!docs")
-        return git("rev-parse", "--short=10", "HEAD") + ("+changes" if changed else "")
+        changed = git(["git", "status", "--porcelain", "--untracked-files=no", "--", ":!docs"])
+        head = git(["git", "rev-parse", "--short=10", "HEAD"]).strip()
+        return head + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

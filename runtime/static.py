@@ -78,15 +78,12 @@ class Static:
             F.pad(position, (0, padding)),                                             # (size,)
             torch.cat((slots, after)),                                                 # (size,)
             sees]
-        outputs = self.beside_views(keys, inputs) if self.views() else self.forward(keys, inputs)
+        forward = self.beside_views if getattr(self.x, "kv", None) else self.forward
+        outputs = forward(keys, inputs)
         first, *states = [out[:n] for out in outputs]          # logits, or what a drafter predicts
         for count in logits_to_keep:
             first = first[-count:]
         return [first, *states]
-
-    def views(self):
-        """{layer: [K, V]}: the target's KV entries that a GLIDE reads, or nothing."""
-        return {} if self.is_target else getattr(self.x, "kv", {})
 
     def beside_views(self, keys, inputs):
         """As forward, for a drafter that also reads views of the target's KV entries, `x.kv`."""
@@ -112,7 +109,8 @@ class Static:
         """The tensors that hold the KV entries which x reads."""
         if self.is_target:
             return [] if self.x.cache.stack is None else [self.x.cache.stack]
-        return [self.x.store, *(entries for pair in self.views().values() for entries in pair)]
+        views = getattr(self.x, "kv", {}).values()             # the target's, which a GLIDE reads
+        return [self.x.store, *(entries for pair in views for entries in pair)]
 
     # ------------------------------------------------------------ recordings
     def forward(self, keys, inputs):
