@@ -74,7 +74,7 @@ def main(argv):
         "date": time.strftime("%Y-%m-%d"),
     }
     Path(a.out).write_text(json.dumps(found) + "\n")
-    confidence = found["confidence"] or "not measured, as no row is held out"
+    confidence = found["confidence"] or "not measured, no row that is held out shows it"
     print(f"{a.out}: followers of {sum(map(bool, bigram))} of {vocab} tokens, from {len(learned)} "
           f"documents; confidence by length of match: {confidence}")
 

@@ -52,10 +52,9 @@ GLIDE = {
 # ---------------------------------------------------------------- reading
 def read_weights(folder):
     """{name: tensor} of all files of weights in a folder, without prefixes."""
-    files = list(folder.glob("*.safetensors"))
-    files = files or [*folder.glob("*.bin"), *folder.glob("*.pt")]
+    pickled = [*folder.glob("*.bin"), *folder.glob("*.pt")]
     found = {}
-    for file in files:
+    for file in list(folder.glob("*.safetensors")) or pickled:
         if file.suffix == ".safetensors":
             weights = load_file(file)
         else:
@@ -65,12 +64,6 @@ def read_weights(folder):
             if not name.endswith("rotary_emb.inv_freq"):
                 found[name] = weight
     return found
-
-def read_settings(folder):
-    """config.json of the drafter; of a file for target and drafter, the drafter's part."""
-    path = folder / "config.json"
-    settings = json.loads(path.read_text()) if path.exists() else {}
-    return settings.get("small_cfg") or settings
 
 # ---------------------------------------------------------------- layouts -> kind, Config, weights
 def from_eagle(weights, settings, target):
@@ -120,22 +113,23 @@ LAYOUTS = {
 @program
 def main(argv):
     p = argparse.ArgumentParser(description="Convert a published drafter.")
-    p.add_argument("source", help="folder of the drafter: GLIDE, EAGLE-1, MEDUSA-1")
-    p.add_argument("--out", required=True, help="folder to save under")
+    p.add_argument("source", type=Path, help="folder of the drafter: GLIDE, EAGLE-1, MEDUSA-1")
+    p.add_argument("--out", type=Path, required=True, help="folder to save under")
     p.add_argument("--target", required=True, help="folder or hub name of its target")
     a = p.parse_args(argv)
-    out = Path(a.out)
-    if out.exists():
-        raise UserError(f"--out {out} exists: name a new folder")
-    folder = Path(a.source)
-    weights = read_weights(folder)
+    if a.out.exists():
+        raise UserError(f"--out {a.out} exists: name a new folder")
+    weights = read_weights(a.source)
     convert = next((LAYOUTS[name] for name in LAYOUTS if name in weights), None)
     if convert is None:
         raise UserError(f"{a.source} holds no GLIDE, EAGLE-1 or MEDUSA-1: none of its weights is "
                         f"called {' or '.join(LAYOUTS)}")
+    path = a.source / "config.json"
+    settings = json.loads(path.read_text()) if path.exists() else {}
+    settings = settings.get("small_cfg") or settings       # of a file for target and drafter
     target, tokenizer = load.load_target(a.target, "auto", "cpu")
     try:
-        kind, config, renamed = convert(weights, read_settings(folder), target)
+        kind, config, renamed = convert(weights, settings, target)
         module = families.new(config, target)
         module.load_state_dict(renamed)
     except (KeyError, RuntimeError, ValueError) as why:                # what is missing or no fit
@@ -148,8 +142,9 @@ def main(argv):
         "target": load.fingerprint(target, tokenizer),
         "validation": {},
     }
-    save_weights(out, module, about)
-    print(f"saved {out}: python bench.py --target {a.target} --checkpoint {out} --drafter {kind}")
+    save_weights(a.out, module, about)
+    print(f"saved {a.out}: python bench.py --target {a.target} --checkpoint {a.out} "
+          f"--drafter {kind}")
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -95,10 +95,7 @@ def encoded(paths, tokenizer, template, report):
         raise UserError(f"--data holds no text to learn from: {'; '.join(lines_of(report))}")
 
 def prepare(paths, tokenizer, template, folder):
-    """Encode files and folders into `folder` -> the lines of the report
-
-    A folder without meta.json is incomplete.
-    """
+    """Encode files and folders into `folder` -> the lines of the report.  meta.json comes last."""
     report, kinds, written_by = defaultdict(list), {}, set()
     tokens, index = array("i"), []
     for document, parts in encoded(paths, tokenizer, template, report):
@@ -116,7 +113,7 @@ def prepare(paths, tokenizer, template, folder):
     np.save(folder / "documents.npy", index)
     lines = [*lines_of(report),
              f"{(tokens >= 0).sum()} of {len(tokens)} tokens are learned; {index[:, 3].sum()} of "
-             f"{len(index)} documents are held out; {len(kinds)} kinds of text"]
+             f"{len(index)} documents are held out; kinds of text: {len(kinds)}"]
     meta = {"vocabulary": vocabulary_fingerprint(tokenizer), "template": template._asdict(),
             "report": lines, "written_by": sorted(written_by)}
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")

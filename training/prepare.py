@@ -18,16 +18,6 @@ from runtime.load import load_tokenizer
 from runtime.program import program
 from training.documents import encoded, lines_of, marked, prepare
 
-def show(paths, tokenizer, template, limit):
-    """Print the first `limit` documents of each form, as they are learned, then the report."""
-    report, shown = defaultdict(list), Counter()
-    for document, parts in encoded(paths, tokenizer, template, report):
-        shown[document.form] += 1
-        if shown[document.form] <= limit:
-            print(f"--- {document.place}, read as {document.form}")
-            print(*[marked(ids, tokenizer) for ids in parts], sep="\n")
-    print("---", *lines_of(report), sep="\n")
-
 @program
 def main(argv):
     p = argparse.ArgumentParser(description="Encode files for train.py.")
@@ -44,9 +34,16 @@ def main(argv):
     a = p.parse_args(argv)
     tokenizer = load_tokenizer(a.tokenizer, trust=a.trust_remote_code)
     template = chats.template_of(a.template, tokenizer, a.template_args)
-    if a.show is not None:
-        return show(a.files, tokenizer, template, a.show)
-    print(*prepare(a.files, tokenizer, template, a.out), sep="\n")
+    if a.out is not None:
+        print(*prepare(a.files, tokenizer, template, a.out), sep="\n")
+        return
+    report, shown = defaultdict(list), Counter()
+    for document, parts in encoded(a.files, tokenizer, template, report):
+        shown[document.form] += 1
+        if shown[document.form] <= a.show:
+            print(f"--- {document.place}, read as {document.form}")
+            print(*[marked(ids, tokenizer) for ids in parts], sep="\n")
+    print("---", *lines_of(report), sep="\n")
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
