@@ -9,12 +9,8 @@ one after the other, as queries of one head:
     mask    (B, 1, n, t)   ->   (B, 1, g n, t), repeated g times
 
 The keys and values (B, H / g, t, d) are read where they lie, in the cache.  The pass over a prompt
-needs no mask: there sdpa reads grouped queries itself, and nothing is replaced.
-
-    with changed(model.config, _attn_implementation=NAME):     # AnyTarget does so, around its own
-        model(...)                                             # forwards alone
-
-The proof in runtime/targets.py tries whether a model gives its own logits by it.
+needs no mask: there sdpa reads grouped queries itself.  AnyTarget changes a model's configuration
+around its own forwards alone, and proves that the logits are the model's.
 """
 from contextlib import contextmanager
 
@@ -32,19 +28,16 @@ def folded_attention(module, query, key, value, attention_mask, dropout=0.0, sca
     """As transformers' sdpa_attention_forward -> (output (B, n, H, d), None)."""
     B, H, n, d = query.shape
     heads, t = key.shape[1:3]
-    g = H // heads
+    g, mask = H // heads, attention_mask
     is_special = any(settings.get(name) is not None for name in SPECIAL)
-    is_prompt = attention_mask is None and n > 1
+    is_prompt = mask is None and n > 1
+    is_of_each_head = mask is not None and mask.shape[1] > 1
     # For many queries the repeated mask would be larger than the repeated keys.
-    if g == 1 or is_special or is_prompt or n > heads * d:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout,
+    if g == 1 or is_special or is_prompt or is_of_each_head or n > heads * d:
+        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout,
                                       scaling=scaling, **settings)
-    mask = attention_mask
     if mask is not None:
-        mask = mask[..., :t]
-        # A mask of each head's own (B, H, n, t) is folded as the queries are.
-        has_heads = mask.shape[1] > 1
-        mask = mask.reshape(-1, heads, g * n, t) if has_heads else mask.repeat(1, 1, g, 1)
+        mask = mask[..., :t].repeat(1, 1, g, 1)
     folded = query.reshape(B, heads, g * n, d)                 # head h reads key h // g
     out = F.scaled_dot_product_attention(folded, key, value, mask, dropout, scale=scaling)
     out = out.reshape(B, H, n, -1)
@@ -53,20 +46,10 @@ def folded_attention(module, query, key, value, attention_mask, dropout=0.0, sca
 AttentionInterface.register(NAME, folded_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)               # masks are made as for sdpa
 
-def can_fold(config):
-    """Whether a model has sdpa attention and grouped queries, by its text's configuration."""
-    queries = getattr(config, "num_attention_heads", None)
-    keys = getattr(config, "num_key_value_heads", None)
-    return config._attn_implementation == "sdpa" and bool(queries and keys) and keys < queries
-
 @contextmanager
 def changed(x, **settings):
-    """Within it those attributes of x that are set have other values; afterwards their own.
-
-    So a configuration is changed for the target's forwards, and not for what a user does.
-    """
-    own = {name: getattr(x, name, None) for name in settings}
-    own = {name: value for name, value in own.items() if value}
+    """Within it those attributes of x that are set have other values; afterwards their own."""
+    own = {name: value for name in settings if (value := getattr(x, name, None))}
     try:
         for name in own:
             setattr(x, name, settings[name])

@@ -30,6 +30,7 @@ from transformers.generation import utils
 
 import verify
 from beyond import batch
+from runtime.attention import changed
 from runtime.load import difference
 from runtime.program import UserError
 from runtime.targets import any_target, forced, with_source, with_vocabulary
@@ -49,14 +50,13 @@ def refuse(*cases):
             raise UserError(sentence)
 
 # ---------------------------------------------------------------- what generate() keeps to itself
-def locals_of(method, model=None):
-    """The local variables of the innermost running call of a method (on `model`), or None."""
+def locals_of(method):
+    """The local variables of the innermost running call of a method, or None."""
     code = inspect.unwrap(method).__code__                     # below its decorators
     frame = sys._getframe(1)
-    while frame:
-        if frame.f_code is code and model in (None, frame.f_locals["self"]):
-            return frame.f_locals
+    while frame and frame.f_code is not code:
         frame = frame.f_back
+    return frame and frame.f_locals
 
 class Signature:
     """speculative's __signature__, which lets stop_strings find the tokenizer.
@@ -89,30 +89,26 @@ class speculative:
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config,
                  tokenizer=None, **model_kwargs):
         # generate() keeps streamer, assistant_model and synced_gpus to itself.
-        caller, config = locals_of(GenerationMixin.generate, model), generation_config
-        refuse((caller is None, "a speculative callable works inside generate() alone, in its "
-                "thread: call model.generate(..., custom_generate=...)"))
+        caller, config = locals_of(GenerationMixin.generate), generation_config
+        refuse((caller is None, "call model.generate(..., custom_generate=...)"))
         check_supported(model, input_ids, config, caller)
         B, limit = len(input_ids), config.max_length - input_ids.shape[1]
+        rows, over = [], set()
         with self.alone(model):
             self.target = target = self.target_for(model, caller, model_kwargs)
-            rows = []
             for b in range(B):
-                ids = input_ids[b:b + 1]
-                of_row = {name: part_of(x, b, B) for name, x in model_kwargs.items()}
-                padding = padding_of(model, ids, config, of_row)
-                check_given(target, ids, padding, config, caller, of_row)
-                processors = processors_of(logits_processor, b, B)
-                rows.append(Row(ids, padding, processors, stopping_criteria, caller["streamer"],
-                                config, target.vocab))
+                of_row = parts_of(model_kwargs, b, B)
+                row = Row(input_ids[b:b + 1], padding_of(model, config, of_row, input_ids),
+                          processors_of(logits_processor, b, B), stopping_criteria,
+                          caller["streamer"], config, target.vocab)
+                check_given(target, row, config, caller, of_row)
+                rows.append(row)
             # A sequence that is alone has a cache to return.
-            cache = cache_of(target, model_kwargs) if B == 1 else None
-            over = set()
+            cache = cache_of(model_kwargs) if B == 1 else None
             for done in self.rounds(target, rows, limit, over):
                 for b, one in done.items():
                     rows[b].hear(one)
-                    if rows[b].met:
-                        over.add(b)
+                over.update(b for b, row in enumerate(rows) if row.met)
                 if len(over) == B:
                     break
             if caller["streamer"] is not None:
@@ -125,15 +121,14 @@ class speculative:
                 fill(cache, target, rows[0])
         for row, out in zip(rows, outputs):
             if len(out.tokens) < limit and not row.met:
-                warn(f"the output ends after {len(out.tokens)} of {limit} new tokens, with the "
-                     f"context of {target.capacity}; decode without custom_generate to go on")
+                warn(f"the output ends after {len(out.tokens)} of {limit} new tokens: the context "
+                     f"is {target.capacity}")
         sequences = pad_sequence([row.sequence[0] for row in rows], batch_first=True,
                                  padding_value=config.pad_token_id or 0)
         if not config.return_dict_in_generate:
             return sequences
-        kind = utils.GenerateDecoderOnlyOutput
-        if target.encoder_decoder:
-            kind = utils.GenerateEncoderDecoderOutput
+        kind = (utils.GenerateEncoderDecoderOutput if target.encoder_decoder
+                else utils.GenerateDecoderOnlyOutput)
         name = "cache" if "cache" in kind.__dataclass_fields__ else "past_key_values"
         return kind(sequences=sequences, scores=rows[0].all_scores, logits=rows[0].all_logits,
                     **{name: cache})
@@ -141,13 +136,12 @@ class speculative:
     @contextmanager
     def alone(self, model):
         """Nobody else may decode by this callable meanwhile; the model is in evaluation mode."""
-        refuse((self.busy, "this callable is decoding already, around this call or in another "
-                "thread: give each a speculative(...) with a drafter of its own, or wait"))
+        refuse((self.busy, "this callable is decoding already: give each thread a callable and a "
+                "drafter of its own"))
         training = [module for module in model.modules() if module.training]
         self.busy = True
         try:
-            model.eval()
-            yield
+            yield                                              # a Target takes model.eval()
         finally:
             for module in training:
                 module.training = True
@@ -158,14 +152,11 @@ class speculative:
         made_for = getattr(getattr(self.drafter, "model", None), "made_for", None)
         differs = made_for and difference(made_for, model)
         if differs:
-            warn(f"the drafter was trained for another model ({differs}): few drafts will be "
-                 "accepted")
-        if not model.config.is_encoder_decoder:
-            return any_target(model)
-        encoded = model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask")
+            warn(f"the drafter was trained for another model ({differs})")
+        encoded = model_kwargs.get("encoder_outputs"), model_kwargs.get("attention_mask")
         target, source = any_target(model, encoded=encoded), caller["inputs_tensor"]
-        is_text = not source.is_floating_point() and source.min() >= 0
-        target.source = source[0].tolist() if is_text else None
+        if target.encoder_decoder and not source.is_floating_point():
+            target.source = source[0].tolist()
         return target
 
     def rounds(self, target, rows, limit, over):
@@ -173,16 +164,21 @@ class speculative:
         prompts = [row.prompt for row in rows]
         if len(rows) == 1:
             drafter = with_source(self.drafter, target)
-            for one in verify.rounds(target, drafter, self.build, prompts[0], limit, rows[0]):
-                yield {0: one}
-        else:
-            copies = batch.copies([self.drafter, self.build], len(rows))
-            drafters, builds = map(list, zip(*copies))
-            yield from batch.rounds(target, drafters, builds, prompts, limit, rows, over=over)
+            alone = verify.rounds(target, drafter, self.build, prompts[0], limit, rows[0])
+            return ({0: one} for one in alone)
+        copies = batch.copies([self.drafter, self.build], len(rows))
+        drafters, builds = map(list, zip(*copies))
+        return batch.rounds(target, drafters, builds, prompts, limit, rows, over=over)
 
-def part_of(x, b, B):
-    """Of a tensor with an entry for each of B rows that of row b; anything else as it is."""
-    return x[b:b + 1] if torch.is_tensor(x) and x.ndim and len(x) == B else x
+def parts_of(named, b, B):
+    """A dict in which tensors with an entry for each of B rows have that of row b alone."""
+    parts = dict(named)
+    for name, x in named.items():
+        # Other tensors of one dimension are ids, such as those that SuppressTokens suppresses.
+        is_of_rows = torch.is_tensor(x) and (x.ndim > 1 or name == "prompt_ignore_length")
+        if is_of_rows and len(x) == B:
+            parts[name] = x[b:b + 1]
+    return parts
 
 def processors_of(processors, b, B):
     """The processors of row b: copies, as they may remember what they saw, with its tensors."""
@@ -190,7 +186,7 @@ def processors_of(processors, b, B):
         return processors
     of_row = [copy.copy(processor) for processor in processors]
     for processor in of_row:
-        vars(processor).update({name: part_of(x, b, B) for name, x in vars(processor).items()})
+        vars(processor).update(parts_of(vars(processor), b, B))
     return of_row
 
 # ---------------------------------------------------------------- what is refused
@@ -203,64 +199,59 @@ def check_supported(model, input_ids, config, caller):
         asked += ["output_scores", "output_logits"]
     asked = [name for name in asked if getattr(config, name, None)]
     refuse(
-        (mode not in ("greedy_search", "sample"), f"{mode.value} is not served: leave its "
-         "arguments out, and choose greedy decoding or sampling"),
+        (mode not in ("greedy_search", "sample"), f"{mode.value} is not served: choose greedy "
+         "decoding or sampling"),
         (not input_ids.numel(), "inputs_embeds is not served: give input_ids"),
         (caller["synced_gpus"] or synced, "synced_gpus is not served, as ranks decode in rounds of "
-         "their own: leave it out, and give each rank the whole model"),
+         "their own: give each rank the whole model"),
         (getattr(model._sample, "__func__", None) is not GenerationMixin._sample,
          f"{type(model).__name__} decodes in a way of its own: decode without custom_generate"),
         (config.return_dict_in_generate and asked, f"{asked} is not served: leave it out"),
         (caller["streamer"] is not None and len(input_ids) > 1, "a streamer hears one sequence"))
 
-def padding_of(model, input_ids, config, model_kwargs):
+def padding_of(model, config, model_kwargs, input_ids):
     """The number of padding tokens at the left; UserError where the mask hides other tokens."""
     n, mask = input_ids.shape[1], model_kwargs.get("attention_mask")
-    if model.config.is_encoder_decoder:
-        mask = torch.ones_like(input_ids)                      # the given one is the encoder's
-    elif mask is None:                                         # generate() has noted its length
-        mask = input_ids.new_ones(1, getattr(config, "_mask_length", n))
+    if mask is None or model.config.is_encoder_decoder:        # or it is the encoder's
+        mask = torch.ones(1, getattr(config, "_mask_length", n))       # as generate() has noted
     padding = int(mask[0].ne(0).long().argmax())
     refuse((mask.shape[1] != n or not mask[0, padding:].all(), "the attention mask hides tokens, "
-            "or is not that of input_ids: give the whole text, padded at its left if at all, and "
-            "its attention_mask"))
+            "or is not that of input_ids: give the whole text, padded at its left if at all"))
     return padding
 
-def check_given(target, ids, padding, config, caller, model_kwargs):
+def check_given(target, row, config, caller, model_kwargs):
     """Raise UserError if generate() would compute otherwise than the target by what it is given.
 
     What generate() itself prepares was part of the proof.  Where more is given than ids, say
     position_ids or a filled cache, it is made to go some steps on, and their logits are compared.
     """
-    prompt, unusual = ids[0, padding:].tolist(), []
+    prompt, unusual = row.prompt, []
     for name, value in model_kwargs.items():
         if isinstance(value, utils.Cache):
             is_usual = int(value.get_seq_length()) == 0
         elif name == "use_cache":
             is_usual = value is not False
         elif name == "attention_mask":                         # padding may count as positions
-            is_usual = not padding or target.verifies_trees
+            is_usual = not row.padding.numel() or target.verifies_trees
         else:
             is_usual = name == "encoder_outputs" or caller["kwargs"].get(name) is None
         if not is_usual:
             unusual.append(name)
     if unusual:
         following = prompt[-1:] * min(4, target.remaining(prompt) - 1)
-        greedy = copy.copy(config)
-        greedy.do_sample = False
         given = {name: copy_of(value) if isinstance(value, utils.Cache) else value
                  for name, value in model_kwargs.items()}
-        own = forced(target.model, ids, following, greedy, given)
+        with changed(config, do_sample=False):
+            own = forced(target.model, row.sequence, None, None, config, following, **given)
         target.prefill(prompt)
         logits, _ = target.align(prompt + following, len(following) + 1)
-        names = ", ".join(unusual)
-        refuse((not target.agree(logits, own), f"{names}: as this is given, generate() goes on "
-                "otherwise than after the ids alone: leave it out, give the whole text, or decode "
+        refuse((not target.agree(logits, own), f"{', '.join(unusual)}: as this is given, "
+                "generate() goes on otherwise than after the ids alone: leave it out, or decode "
                 "without custom_generate"))
 
 # ---------------------------------------------------------------- caches
 def copy_of(cache):
-    """A copy of a cache with tensors of its own."""
+    """A copy of a cache with tensors of its own; deepcopy takes none with a gradient."""
     if isinstance(cache, EncoderDecoderCache):
         parts = cache.self_attention_cache, cache.cross_attention_cache
         return EncoderDecoderCache(*map(copy_of, parts))
@@ -271,16 +262,11 @@ def copy_of(cache):
         vars(layer).update({name: x.detach().clone() for name, x in tensors.items()})
     return other
 
-def cache_of(target, model_kwargs):
+def cache_of(model_kwargs):
     """The cache that generate() has prepared or was given, or None; UserError for what is wrong."""
     cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
-    if cache is None and model_kwargs.get("use_cache") is not False:
-        cache = cache_utils.DynamicCache(config=target.config)     # the model would make its own
-        if target.encoder_decoder:
-            cache = EncoderDecoderCache(cache, cache_utils.DynamicCache())
     refuse((cache is not None and type(cache) not in CACHES, f"a {type(cache).__name__} may decode "
-            "otherwise than the model: give a DynamicCache or a StaticCache, and no "
-            "cache_implementation"))
+            "otherwise than the model: give a DynamicCache or a StaticCache"))
     return cache
 
 def fill(cache, target, row):
@@ -315,7 +301,7 @@ class Row(verify.Rule):
         self.sequence, self.prompt = ids, ids[0, padding:].tolist()
         self.padding, self.vocab = ids[:, :padding], vocab
         self.processors, self.criteria, self.streamer = processors, criteria, streamer
-        self.score_only = {type(processor) for processor in processors} <= SCORE_ONLY
+        self.score_only = [each for each in processors if type(each) in SCORE_ONLY]
         self.all_scores = () if returns and config.output_scores else None
         self.all_logits = () if returns and config.output_logits else None
         self.rounds, self.met = [], False
@@ -324,61 +310,50 @@ class Row(verify.Rule):
         """As verify.Rule.probs; in sampling by the processors that depend only on scores."""
         # A drafter may have another vocabulary.  Other tokens than the target's are not accepted.
         scores = with_vocabulary(logits.float(), self.vocab)
-        if self.greedy:
-            return super().probs(scores, temperature)
-        for processor in self.processors:
-            if type(processor) in SCORE_ONLY:
+        if not self.greedy:
+            for processor in self.score_only:
                 scores = processor(None, scores)
-        return scores.softmax(-1).nan_to_num(0.0)
+        return super().probs(scores, temperature)
 
     def choose(self, tree, logits, ids):
-        """As verify.Rule.choose; -1 where there is nothing to sample from, or nothing was asked."""
+        """As verify.Rule.choose; -1 after a node to which the text does not lead."""
         self.logits = logits.float()
-        if not self.score_only:
+        if len(self.score_only) < len(self.processors):
             return self.walk(tree, ids)
-        self.scores = self.process(None, self.logits)
-        return self.choose_by(tree, self.scores, ids)
+        self.scores = self.process(ids, self.logits)
+        return super().choose(tree, self.scores, ids)
 
     def process(self, ids, logits):
         """logits (k, V) after the processors, which see the ids with their padding."""
         # As in generate(), they get ordinary tensors, on the device of input_ids.
         with torch.inference_mode(False), torch.no_grad():
-            text, scores = None, logits.to(self.padding.device).clone()
-            if ids is not None:
-                text = torch.cat((self.padding, self.padding.new_tensor([ids])), 1)
+            text = torch.cat((self.padding, self.padding.new_tensor([ids])), 1)
+            scores = logits.to(text.device).clone()
             for processor in self.processors:
                 scores = processor(text, scores)
         return scores.to(logits.device)
-
-    def choose_by(self, tree, scores, ids):
-        """Processed scores (n, V) -> the token after each node (n,)."""
-        choice = super().choose(tree, scores, ids)
-        if self.greedy:
-            return choice
-        return choice.masked_fill(scores.softmax(-1).isnan().any(-1), -1)
 
     def walk(self, tree, ids):
         """Choose by processors that look at the text, and may remember what they saw.
 
         As in plain decoding they are called for one text, once for each new token, in order: so
-        this walks down the accepted path, with a device-to-host sync at each node.  choose_by gets
-        the node as a tree of its own; in a sampled chain with the next node, to accept or reject.
+        this walks down the accepted path, with a device-to-host sync at each node.  Rule.choose
+        gets the node and the next one as a chain, for a sampled one is accepted or rejected.
         """
         child = verify.children(tree.tokens.tolist(), tree.parents.tolist())
         choice = torch.full_like(tree.tokens, -1)
         self.scores = torch.zeros_like(self.logits)
         text, node = list(ids), 0
         while node is not None:
-            tokens, p_draft = tree.tokens[node:node + 1], None
-            if tree.p_draft is not None:
-                tokens, p_draft = tree.tokens[node:node + 2], tree.p_draft[node:node + 1]
+            tokens = tree.tokens[node:node + 2]
             parents = torch.arange(len(tokens), device=tokens.device) - 1
+            p_draft = None if tree.p_draft is None else tree.p_draft[node:node + 1]
             chain = verify.Tree(tokens, parents, None, p_draft)
             scores = self.process(text, self.logits[node:node + 1])                    # (1, V)
             self.scores[node] = scores[0]
             # The choice after the next node is not used, so it gets the scores of this one.
             scores = scores.expand(len(tokens), -1)
-            choice[node] = self.choose_by(chain, scores, text)[0]
+            choice[node] = super().choose(chain, scores, text)[0]
             token = choice[node].item()
             text.append(token)
             node = child.get((node, token))
@@ -389,12 +364,13 @@ class Row(verify.Rule):
         new = torch.tensor([one.new], device=self.sequence.device)
         before, heard = self.sequence, 0
         for node in (one.path or [0])[:len(one.new)]:          # the prefill's round has no path
-            if one.new[heard] < 0:                             # torch.multinomial's own words
+            scores, logits = self.scores[node:node + 1], self.logits[node:node + 1]    # (1, V)
+            if not self.greedy and scores.softmax(-1).isnan().any():   # torch.multinomial's words
                 raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
             if self.all_scores is not None:
-                self.all_scores += (self.scores[node:node + 1].clone(),)
+                self.all_scores += (scores.clone(),)
             if self.all_logits is not None:
-                self.all_logits += (self.logits[node:node + 1].clone(),)
+                self.all_logits += (logits.clone(),)
             heard += 1
             self.sequence = torch.cat((before, new[:, :heard]), 1)
             # All criteria are asked, as they may remember what they saw.

@@ -1,14 +1,8 @@
 """Targets of any family: what verify.Target leaves out, and a proof that a model decodes right.
 
-verify.Target serves models that are built as Llama is.  AnyTarget adds
-
-    windows         layers with a sliding window, alone or beside layers with full attention
-    layers          keys and values that differ in size or device, also of an offloaded model
-    vocabularies    logits padded or cut to another model's vocabulary size
-    contexts        other names for their length in a configuration; longrope's short table alone
-    chains          a model that ignores a tree's mask or position_ids verifies chains only
-
-and AnyEncoderDecoder serves T5 and its relatives.
+verify.Target serves models that are built as Llama is.  AnyTarget adds windows, layers whose keys
+and values differ in size or device, other vocabularies and names for the context, longrope's short
+table alone, and models that verify chains only; AnyEncoderDecoder adds T5 and its relatives.
 
 The proof.  Whether a model can verify trees is found by experiment, when it is wrapped: a few tiny
 forwards compare the logits of a tree's nodes with those that the model's own generate() computes
@@ -17,6 +11,7 @@ refused.  docs/families.md lists what is served.
 
     target = any_target(model)       # in place of verify.Target(model)
 """
+from functools import partial
 from inspect import signature
 from threading import Lock
 from types import MethodType
@@ -28,7 +23,7 @@ from transformers import (
     GenerationConfig, GenerationMixin, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList)
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from runtime.attention import NAME, can_fold, changed
+from runtime.attention import NAME, changed
 from runtime.program import UserError, first_line
 from verify import Target, TreeCache
 
@@ -36,7 +31,6 @@ from verify import Target, TreeCache
 TREE = [-1, 0, 0, 0, 1, 2, 3], [[0, 1, 4], [0, 2, 5], [0, 3, 6]]
 CHAIN = [-1, 0, 1, 2], [[0, 1, 2, 3]]
 WINDOW = 3               # the length of windows and chunks in the proof, whose texts are short
-UNSTATED = 2048          # the context of a model whose configuration states none
 # The methods by which a class, or an instance that was changed, decodes in generate()
 STEPS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample",
          "forward")
@@ -49,7 +43,7 @@ def stated(config, *names, default=None):
 def context_of(config):
     """The most tokens that a sequence may have."""
     context = stated(config, "max_position_embeddings", "max_seq_len",
-                     "max_decoder_position_embeddings", "max_target_positions", default=UNSTATED)
+                     "max_decoder_position_embeddings", "max_target_positions", default=2048)
     # Doge chooses among its keys where there are more, and rounding decides between equal ones.
     context = min(context, stated(config, "keep_window_size", default=context))
     rope = stated(config, "rope_parameters", "rope_scaling", default={})
@@ -72,10 +66,6 @@ def windows_of(config):
     windows = {"full_attention": None, "sliding_attention": window}
     return {kind: windows[kind] for kind in kinds & windows.keys()}, kinds - windows.keys()
 
-def layers_of(config):
-    """The number of layers that cache keys and values: of an encoder-decoder, the decoder's."""
-    return stated(config, "num_decoder_layers", "decoder_layers", "num_hidden_layers", default=1)
-
 def device_of(model):
     """The device of a model's inputs: where its embedding computes, if accelerate places it."""
     hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
@@ -88,46 +78,34 @@ def state_of(model):
     """What a Target and its proof depend on.  Where it has changed they are made anew."""
     kinds = {(p.dtype, p.device) for p in model.parameters()}
     device = device_of(model).type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     # A bound method is a new object at each look; the ids keep no model alive.
     steps = [getattr(model, name) for name in STEPS]
-    steps = [(id(getattr(f, "__self__", None)), id(getattr(f, "__func__", f))) for f in steps]
+    steps = [id(getattr(step, "__func__", step)) for step in steps]
     return kinds, autocast, str(vars(model.config.get_text_config())), steps
 
 # ---------------------------------------------------------------- small parts
-def with_vocabulary(x, vocab, value=float("-inf")):
-    """Logits, or probabilities, x (n, V) -> (n, vocab): cut, or padded with `value`."""
-    missing = vocab - x.shape[-1]
-    return F.pad(x, (0, missing), value=value) if missing else x
-
-def within_window(mask, window, position, slots):
-    """mask (n, keys) bool -> the same without keys that lie `window` or more before their query."""
-    # A committed entry's position is its slot.  The current nodes stand at `position`.
-    key_position = torch.arange(mask.shape[1], device=mask.device)
-    key_position = key_position.index_copy(0, slots, position)
-    distance = position[:, None] - key_position                                # (n, keys)
-    return mask & (distance < window)
+def with_vocabulary(logits, vocab):
+    """logits (n, V) -> (n, vocab): cut, or padded with -inf."""
+    return F.pad(logits, (0, vocab - logits.shape[-1]), value=-torch.inf)
 
 class AnyCache(TreeCache):
     """A TreeCache with tensors for each layer, as layers may differ in H, d or device."""
 
     @torch.inference_mode(False)
-    def reserve(self, entries):
-        """As TreeCache.reserve."""
-        if entries > self.allocated:
-            more = max(entries, self.allocated * 3 // 2) - self.allocated
-            self.allocated += more
-            for layer, pair in self.kv.items():
+    def make_stack(self, like):
+        """Lengthen the tensors of each layer, which are no slices of one."""
+        for layer, pair in self.kv.items():
+            more = self.allocated - pair[0].shape[2]
+            if more:
                 self.kv[layer] = [F.pad(x, (0, 0, 0, more)) for x in pair]
-                self.stack = self.kv[layer][0]
+            self.stack = self.kv[layer][0]
 
     def update(self, k, v, layer, *args, **kwargs):
         """As TreeCache.update."""
         if layer not in self.kv:
-            with torch.inference_mode(False):
-                self.kv[layer] = [x.new_zeros(1, x.shape[1], self.allocated, x.shape[3])
-                                  for x in (k, v)]
-            self.stack = self.kv[layer][0]
+            self.kv[layer] = [k[:, :, :0], v[:, :, :0]]
+            self.make_stack(k)
         self.slots = self.slots.to(k.device)
         return super().update(k, v, layer)
 
@@ -138,10 +116,11 @@ class AnyCache(TreeCache):
             slots = self.length + nodes.to(x.device)
             x[:, :, self.length:end] = x.index_select(2, slots)
 
-    def is_uniform(self):
-        """Whether a TreeCache could hold the same."""
+    def uniform_layers(self):
+        """The number of layers if a TreeCache could hold the same, else 0."""
         kinds = {(x.shape, x.dtype, x.device) for pair in self.kv.values() for x in pair}
-        return len(kinds) == 1 and len(self.kv) == self.num_layers
+        is_uniform = len(kinds) == 1 and max(self.kv) < len(self.kv)
+        return len(self.kv) if is_uniform else 0
 
 # ---------------------------------------------------------------- decoder-only models
 class AnyTarget(Target):
@@ -149,37 +128,33 @@ class AnyTarget(Target):
 
     vocab: how many logits a node has, for a stage beside a target with another vocabulary size.
     The proof finds verifies_trees; folds, whether grouped queries are folded (see attention.py);
-    first, the position_id of a text's first token, None where the model takes none; and is_uniform,
-    whether one tensor can hold all keys and values.  Raises UserError for a model that fails.
+    first, the position_id of a text's first token, None where the model takes none; and layers,
+    how many one tensor can hold the keys and values of.  Raises UserError for a model that fails.
     """
     encoder_decoder = False
     source = None
+    layers = 0
     proven = WeakKeyDictionary()     # {model: (its state, what was found)}: a model is tried once
     proving = Lock()                 # the proof changes the configuration for a moment
 
     def __init__(self, model, capacity=None, vocab=None):
         self.model, self.device = model.eval(), device_of(model)
         self.config = model.config.get_text_config()
-        kernel = stated(self.config, "_attn_implementation", default="")
+        kernel = str(self.config._attn_implementation)
         if "flash" in kernel or "flex" in kernel:              # some abort the process by a mask
-            raise UserError(f"{kernel} takes no mask of a tree: load the target with "
-                            'attn_implementation="sdpa"')
+            raise UserError(f'{kernel} takes no mask: load with attn_implementation="sdpa"')
         self.keeps_logits = "logits_to_keep" in signature(model.forward).parameters
         # On H100 and B200 torch prefers cuDNN's attention, which builds a plan for each new length
         # (23 to 440 ms), as each round has: check_prefer_cudnn_attention, ATen's sdp_utils.cpp.
         torch.backends.cuda.enable_cudnn_sdp(False)
-        # The dtype of hidden states: weights may be quantised.
-        with torch.no_grad():
-            token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-            self.dtype = model.get_input_embeddings()(token).dtype
-        self.is_uniform = False
+        self.dtype = model.dtype
         self.known_ids = self.vocab = self.config.vocab_size
         self.context = self.capacity = context_of(self.config)
         with self.proving:
             state = state_of(model)
             if self.proven.get(model, [None])[0] != state:
                 self.proven[model] = state, self.prove()
-        self.verifies_trees, self.folds, self.first, self.is_uniform = self.proven[model][1]
+        self.verifies_trees, self.folds, self.first, self.layers = self.proven[model][1]
         self.windows, _ = windows_of(self.config)
         self.vocab = vocab or self.known_ids
         self.capacity = min(capacity or self.context, self.context)
@@ -187,7 +162,7 @@ class AnyTarget(Target):
 
     def prepare(self):
         """Take a new cache: what a failed forward has left there may be anything."""
-        self.cache = (TreeCache if self.is_uniform else AnyCache)(layers_of(self.config))
+        self.cache = (TreeCache if self.layers else AnyCache)(self.layers)
         self.needs = {"kv": (), "hidden": ()}
         self.reset()
 
@@ -195,9 +170,8 @@ class AnyTarget(Target):
         """As Target.forward, with self.vocab logits.  UserError for a tree that cannot be."""
         chain = list(range(-1, len(tokens) - 1))
         if not self.verifies_trees and parents is not None and parents.tolist() != chain:
-            raise UserError(f"{type(self.model).__name__} verifies chains only (it does not honour "
-                            "the mask or the positions of a tree): draft a chain, by cape.chain, "
-                            "which is --tree chain on the command line")
+            raise UserError(f"{type(self.model).__name__} verifies chains only: draft a chain, by "
+                            "cape.chain, which is --tree chain on the command line")
         # Ids that the model does not know become the last that it knows: nobody predicts them.
         known = tokens.clamp(0, self.known_ids - 1)
         logits, states = super().forward(known, parents, logits_to_keep)
@@ -226,34 +200,37 @@ class AnyTarget(Target):
 
     def masks(self, mask, position, slots):
         """mask (n, end) bool -> numbers (1, 1, n, end), added to scores; by kind if of several."""
+        # A committed entry's position is its slot.  The current nodes stand at `position`.
+        key_position = torch.arange(mask.shape[1], device=mask.device)
+        key_position = key_position.index_copy(0, slots, position)
+        distance = position[:, None] - key_position                            # (n, end)
         masks = {}
         for kind, window in self.windows.items():
-            seen = within_window(mask, window, position, slots) if window else mask
+            seen = mask & (distance < window) if window else mask
             masks[kind] = torch.where(seen, 0.0, -torch.inf).to(self.dtype)[None, None]
         return masks if len(masks) > 1 else masks[kind]
 
     # ------------------------------------------------ the proof
     @torch.no_grad()
     def prove(self):
-        """Try the model -> (verifies_trees, folds, first, is_uniform)."""
+        """Try the model -> (verifies_trees, folds, first, layers)."""
         reason = "its logits are others"
         with changed(self.config, sliding_window=WINDOW, attention_chunk_size=WINDOW):
             self.windows, unknown = windows_of(self.config)
-            ways = [(True, True), (True, False), (False, False)]       # (verifies_trees, folds)
+            can_fold = self.config._attn_implementation == "sdpa"
+            ways = [(True, can_fold), (True, False), (False, False)]   # (verifies_trees, folds)
             if unknown or self.encoder_decoder:
                 ways = ways[2:]
-            elif not can_fold(self.config):
-                ways = ways[1:]
             for self.verifies_trees, self.folds in ways:
                 try:
                     if self.decodes():
-                        uniform = self.cache.is_uniform()
-                        return self.verifies_trees, self.folds, self.first, uniform
+                        layers = self.cache.uniform_layers()
+                        return self.verifies_trees, self.folds, self.first, layers
                 except Exception as why:               # a model's own code may fail in any way
                     reason = f"{type(why).__name__}: {first_line(why)}"
         raise UserError(f"{type(self.model).__name__} does not decode with a KV cache as its "
-                        f"generate() does ({reason}): take a language model that caches keys and "
-                        "values alone, or decode without speculation (of PEFT, LoRA is served)")
+                        f"generate() does ({reason}): it may cache more than keys and values (of "
+                        "PEFT, LoRA is served)")
 
     def decodes(self):
         """Whether the logits after a prompt, after each node of a tree or a chain, and after a
@@ -264,18 +241,18 @@ class AnyTarget(Target):
         padding = getattr(self.config, "pad_token_id", None)
         ids = [i for i in range(min(self.known_ids, 100)) if i != padding]
         text = [ids[(7 * i + 3) % len(ids)] for i in range(2 * WINDOW)]        # beyond a window
-        tokens = [ids[(5 * i + 1) % len(ids)] for i in range(len(parents))]
+        tokens = torch.tensor([ids[(5 * i + 1) % len(ids)] for i in range(len(parents))])
+        written = [tokens[path].tolist() for path in paths]
         last = ids[-1:]
-        own = [self.own_logits(text, [tokens[node] for node in path] + last) for path in paths]
+        written[-1] += last
+        own = torch.cat([self.own_logits(text, following) for following in written])
         self.prepare()
         of_text, _ = self.align(text)                                                  # (1, V)
-        of_nodes, states = self.forward(torch.tensor(tokens), torch.tensor(parents))   # (n, V)
-        self.commit(paths[-1], [tokens[node] for node in paths[-1]], states)
+        of_nodes, states = self.forward(tokens, torch.tensor(parents))                 # (n, V)
+        self.commit(paths[-1], written[-1][:-1], states)
         of_last, _ = self.forward(torch.tensor(last), torch.tensor([-1]))              # (1, V)
         found = [torch.cat((of_text, of_nodes[path])) for path in paths]
-        own_last = own[-1][-1:]                                # after the path that was committed
-        own = [logits[:-1] for logits in own]
-        return self.agree(torch.cat((*found, of_last)), torch.cat((*own, own_last)))
+        return self.agree(torch.cat((*found, of_last)), own)
 
     def agree(self, logits, own):
         """Whether logits (k, V) are generate()'s own (k, V) but for rounding."""
@@ -294,52 +271,40 @@ class AnyTarget(Target):
         Sets `first`, by the position_ids that the model is given.
         """
         positions = []
-
-        def look(model, given, how):
-            positions.append(how.get("position_ids"))
-
-        def decode(model, input_ids, logits_processor, stopping_criteria, generation_config,
-                   **prepared):
-            for name, value in prepared.items():
-                if isinstance(value, EncoderDecoderCache):     # some are made with too few layers
-                    prepared[name] = EncoderDecoderCache(DynamicCache(), DynamicCache())
-            return forced(model, input_ids, following, generation_config, prepared)
-
+        handle = self.model.register_forward_pre_hook(
+            lambda model, given, how: positions.append(how.get("position_ids")), with_kwargs=True)
         config = GenerationConfig(max_new_tokens=len(following) + 1, decoder_start_token_id=ids[0])
-        handle = self.model.register_forward_pre_hook(look, with_kwargs=True)
+        how = {"inputs": torch.tensor([ids], device=self.device)}
+        if self.encoder_decoder:
+            self.encode([0, 1])                                # any text
+            how = {"encoder_outputs": self.encoded, "attention_mask": self.mask,
+                   "decoder_input_ids": how["inputs"]}
         try:
             # Nothing of the model's own generation_config is part of a forward.
             with changed(self.model, generation_config=GenerationConfig()):
                 logits = GenerationMixin.generate(
-                    self.model, generation_config=config, custom_generate=decode,
-                    **self.prompt(torch.tensor([ids], device=self.device)))
+                    self.model, generation_config=config,
+                    custom_generate=partial(forced, following=following), **how)
         finally:
             handle.remove()
         self.first = None if positions[0] is None else positions[0].flatten()[0].item()
         return logits
 
-    def prompt(self, ids):
-        """generate()'s arguments for ids (1, n)."""
-        return {"inputs": ids}
-
-def forced(model, input_ids, following, config, prepared):
-    """The logits of a model's _sample, which is made to write `following` -> (k + 1, V)
-
-    input_ids, config, prepared: what generate() gives to a custom_generate.
-    """
+def forced(model, input_ids, logits_processor, stopping_criteria, generation_config, following,
+           **prepared):
+    """A custom_generate that is made to write `following` -> the logits before each and after."""
     found, end = [], MaxLengthCriteria(input_ids.shape[1] + len(following) + 1)
 
     def force(text, scores):
+        token = [*following, 0][len(found)]                    # the last one is not used
         found.append(scores[0].clone())
-        token = [*following, 0][len(found) - 1]                # the last one is not used
-        forced = torch.full_like(scores, -torch.inf)
-        forced[:, token] = 0.0
-        return forced
+        scores[:, token] = torch.inf
+        return scores
 
     model._sample(input_ids, logits_processor=LogitsProcessorList([force]),
-                  stopping_criteria=StoppingCriteriaList([end]), generation_config=config,
-                  **prepared)
-    return torch.stack(found)
+                  stopping_criteria=StoppingCriteriaList([end]),
+                  generation_config=generation_config, **prepared)
+    return torch.stack(found)                                  # (k + 1, V)
 
 def any_target(model, capacity=None, vocab=None, encoded=None):
     """What decodes with a model: AnyTarget, or AnyEncoderDecoder, which says what `encoded` is."""
@@ -359,39 +324,29 @@ class AnyEncoderDecoder(AnyTarget):
     encoder_decoder = True
 
     def __init__(self, model, capacity=None, vocab=None, encoded=None):
-        self.given = encoded
+        self.encoded, self.mask = encoded or (None, None)
+        self.is_given = encoded is not None
         super().__init__(model, capacity, vocab)
 
     def remaining(self, ids):
         """The encoder's prompt takes no position of the decoder; its start token takes one."""
-        return super().remaining(ids if self.given else [0])
-
-    def prompt(self, ids):
-        self.encode([0, 1])                                    # any text
-        return {"encoder_outputs": self.encoded, "attention_mask": self.mask,
-                "decoder_input_ids": ids}
+        return super().remaining(ids if self.is_given else [0])
 
     def prefill(self, ids, new_tokens=0, needs={}):
         """As Target.prefill.  The View is that of the decoder's tokens."""
         self.encode(ids)
-        if self.given is None:
-            self.source = ids
-            ids = [self.model.generation_config.decoder_start_token_id]
-        return super().prefill(ids, new_tokens, needs)
-
-    def reset(self):
-        """As Target.reset; and the decoder will attend to what the encoder returned last."""
-        super().reset()
-        # run() sets the first cache, of self-attention.  The model's first decoder step fills the
-        # second, of cross-attention, with the keys and values of what the encoder returned.
-        self.caches = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        start = [self.model.generation_config.decoder_start_token_id]
+        return super().prefill(ids if self.is_given else start, new_tokens, needs)
 
     @torch.no_grad()
     def encode(self, ids):
         """At the beginning of a sequence, run the encoder over ids (list), unless it has run."""
-        if self.given is not None:
-            self.encoded, self.mask = self.given
+        # run() sets the first cache, of self-attention.  The model's first decoder step fills the
+        # second, of cross-attention, with the keys and values of what the encoder returned.
+        self.caches = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        if self.is_given:
             return
+        self.source = ids
         ids = torch.tensor([ids], device=self.device).clamp(max=self.known_ids - 1)
         self.mask = torch.ones_like(ids)
         encoder = self.model.get_encoder()

@@ -16,7 +16,7 @@ def repeated(query, key, value, mask):
     return F.scaled_dot_product_attention(query, key, value, mask, scale=0.3).transpose(1, 2)
 
 def test_attention_is_that_of_repeated_keys(monkeypatch):
-    """For masks of numbers and of bools, of all heads or each head's own, or none."""
+    """For masks of numbers and of bools, or none."""
     own, rng = [], random.Random(0)
     monkeypatch.setattr("runtime.attention.sdpa_attention_forward", lambda *_, **__: own.append(1))
     torch.manual_seed(0)
@@ -26,7 +26,7 @@ def test_attention_is_that_of_repeated_keys(monkeypatch):
         query = torch.randn(B, heads * g, n, d, dtype=torch.float64)
         key = torch.randn(B, heads, t, d, dtype=torch.float64)
         value = torch.randn(B, heads, t, d_v, dtype=torch.float64)
-        mask = torch.rand(rng.choice([1, B]), rng.choice([1, heads * g]), n, t) < 0.7
+        mask = torch.rand(rng.choice([1, B]), 1, n, t) < 0.7
         mask[..., 0] = True
         if rng.random() < 0.5:
             mask = torch.where(mask, torch.randn(mask.shape).double(), -torch.inf)
@@ -34,18 +34,22 @@ def test_attention_is_that_of_repeated_keys(monkeypatch):
             out, _ = folded_attention(None, x, key, value, seen, scaling=0.3, softcap=None)
             torch.testing.assert_close(out, repeated(x, key, value, seen))
     assert not own
-    # What sdpa's own function decides about: a prompt, heads without groups, soft-capping
+    # What sdpa's own function decides about: a prompt, heads without groups, or with masks of their
+    # own, soft-capping
+    query, mask = torch.randn(1, 4, 3, 8), torch.zeros(1, 1, 3, 5)
+    key = value = torch.randn(1, 2, 5, 8)
     folded_attention(None, query, key, value, None)
+    folded_attention(None, query, key, value, mask.repeat(1, 4, 1, 1))
     folded_attention(None, key, key, value, mask)
     folded_attention(None, query, key, value, mask, softcap=30.0)
-    assert len(own) == 3
+    assert len(own) == 4
 
 @pytest.mark.parametrize("name", ["llama", "llama-eager", "qwen2", "qwen2-mixed"])
 def test_a_target_folds_where_it_may_and_the_model_keeps_its_own(name):
     """Within the target's forwards alone; logits are the same."""
     model = shared(name)
     own, target, names = model.config._attn_implementation, any_target(model), set()
-    assert target.folds == name.startswith("qwen2")
+    assert target.folds == (own == "sdpa")
     forward = model.forward
 
     def listening(*given, **named):
@@ -60,5 +64,5 @@ def test_a_target_folds_where_it_may_and_the_model_keeps_its_own(name):
         found.append(torch.cat((logits[None], tree, chain)))
         assert model.config._attn_implementation == own
     del model.forward
-    assert names == ({NAME, own} if name.startswith("qwen2") else {own})
+    assert names == ({NAME, own} if own == "sdpa" else {own})
     torch.testing.assert_close(*found, rtol=0, atol=1e-4)

@@ -133,7 +133,7 @@ def test_the_proof_tries_a_short_window_and_restores_the_configuration(monkeypat
     target = AnyTarget(model)
     assert target.verifies_trees and vars(model.config) == before
     assert target.windows == {"full_attention": None, "sliding_attention": 30}
-    monkeypatch.setattr(targets, "within_window", lambda mask, *_: mask)
+    monkeypatch.setattr(targets, "windows_of", lambda config: (dict.fromkeys(target.windows), ()))
     model = tiny("qwen2-mixed", sliding_window=30)
     assert not AnyTarget(model).verifies_trees, "without windows in our mask only chains are right"
     assert vars(model.config) == before
@@ -162,7 +162,7 @@ def test_what_proves_nothing():
     assert not AnyTarget(model).verifies_trees, "it ignores positions"
 
 @pytest.mark.parametrize("config, context", [
-    (dict(), targets.UNSTATED),
+    (dict(), 2048),
     (dict(max_position_embeddings=64, keep_window_size=12), 12),        # Doge chooses by rounding
     (dict(max_position_embeddings=32, rope_scaling={"type": "yarn", "factor": 4.0}), 128),
     (dict(max_position_embeddings=32, rope_scaling={"type": "yarn", "factor": None}), 32),

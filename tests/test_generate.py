@@ -368,7 +368,8 @@ PADDED = dict(
     attention_mask=torch.tensor([[1, 1, 1, 1, 1], [0, 0, 0, 0, 1], [0, 0, 1, 1, 1]]),
     max_new_tokens=12)
 
-@pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.5}, {"eos_token_id": [3, 5]}])
+@pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.5}, {"eos_token_id": [3, 5]},
+                                  {"suppress_tokens": [1, 2, 4]}])
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_padded_prompts_decode_as_generate_does(name, more):
     """Also with processors that look at the text, and rows that end at different times."""
