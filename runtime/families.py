@@ -31,6 +31,8 @@ from runtime.program import UserError
 from runtime.targets import context_of, device_of
 
 READS_NONE = "take a drafter that does not (edd, vanilla)"
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+         "head_dim")             # of a layer of Llama's class
 
 # ---------------------------------------------------------------- embedding and head
 @torch.no_grad()
@@ -101,9 +103,8 @@ def rope_angles(model, layer):
 @torch.no_grad()
 def cached_keys(model, layer, position):
     """What a layer of the target caches of one token at each position (k, 1) -> (k, H, 1, d_k)"""
-    at = {"position_ids": position}
-    if "position_ids" not in signature(model.forward).parameters:      # ALiBi
-        at = {}
+    takes_positions = "position_ids" in signature(model.forward).parameters
+    at = {"position_ids": position} if takes_positions else {}         # ALiBi needs none
     cache = DynamicCache()
     model(input_ids=torch.zeros_like(position), past_key_values=cache, use_cache=True, **at)
     # Layers that share keys appear once.
@@ -162,17 +163,11 @@ def ropes_of(model, config):
 def parts_of(model, embed=None, head=None):
     """What an edd.EDD between these tables is made of, beside any target -> edd.Parts."""
     decoder = model.get_decoder()
-    c = decoder.config
-    if c.model_type in edd.FAMILIES:
-        decoder_class, config = type(decoder), copy.deepcopy(c)
-    else:
-        decoder_class, config = LlamaModel, LlamaConfig(
-            hidden_size=c.hidden_size,
-            intermediate_size=getattr(c, "intermediate_size", None) or 4 * c.hidden_size,
-            num_attention_heads=c.num_attention_heads,
-            num_key_value_heads=getattr(c, "num_key_value_heads", None),
-            head_dim=getattr(c, "head_dim", None),
-            attn_implementation="sdpa")
+    decoder_class, config = type(decoder), copy.deepcopy(decoder.config)
+    if config.model_type not in edd.FAMILIES:
+        sizes = {name: getattr(config, name, None) for name in SIZES}
+        sizes["intermediate_size"] = sizes["intermediate_size"] or 4 * config.hidden_size
+        decoder_class, config = LlamaModel, LlamaConfig(**sizes, attn_implementation="sdpa")
     config.update({"num_hidden_layers": 1, "vocab_size": 1, "pad_token_id": None})
     one = decoder_class(config)                      # a new decoder of one layer
     return edd.Parts(embed, head, one.layers[0], one.norm, one.rotary_emb)
