@@ -3,11 +3,12 @@ import json
 import re
 from functools import lru_cache
 from textwrap import dedent
+from types import SimpleNamespace
 
 import torch
 from conftest import CONTEXT, GROUPED, MIXED, tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from runtime import load
 from training.models import save_weights
@@ -63,6 +64,27 @@ def sequences(tree):
 def paths(tree):
     """The token paths of a tree, the root left out."""
     return {path[1:] for path in sequences(tree)[1:]}
+
+# ---------------------------------------------------------------- training
+def batch_of(model, ids):
+    """What training reads of the target's forward over ids (B, T), by transformers alone."""
+    cache = DynamicCache()
+    with torch.no_grad():
+        out = model(ids, past_key_values=cache, use_cache=True, output_hidden_states=True)
+    kv = {i: (layer.keys, layer.values) for i, layer in enumerate(cache.layers)}
+    hidden = dict(enumerate(out.hidden_states))
+    return SimpleNamespace(ids=ids, kv=kv, hidden=hidden, logits=out.logits)
+
+def mean_loss(draft_model, batch, loss_mask=None):
+    """The loss of a training step, as train.py makes it of a draft model's terms."""
+    if loss_mask is None:
+        loss_mask = torch.ones_like(batch.ids, dtype=torch.bool)
+        loss_mask[:, -1] = False
+    total = 0
+    for x, labels, mask in draft_model.terms(batch, 5):
+        chosen = loss_mask if mask is None else loss_mask & mask
+        total = total + draft_model.loss_of(x[chosen], labels[chosen])
+    return total / loss_mask.sum()
 
 # ---------------------------------------------------------------- Max-Gram
 def brute_force(generation, draft, n, source=(), bigram=()):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, VOCAB, assert_plain, random_draft_model, random_drafter, shared, tiny
-from helpers import FAMILIES, lines_to_use, made, save_drafter
+from helpers import FAMILIES, batch_of, lines_to_use, made, mean_loss, save_drafter
 from safetensors.torch import load_file
 
 import cape
@@ -33,26 +33,6 @@ def words_of(kind):
 def raw(logits, temperature):
     """What makes a drafter give logits, in float64, in place of probabilities."""
     return logits
-
-def batch_of(model, ids):
-    """What training reads of the target's forward over ids (B, T), by transformers alone."""
-    cache = transformers.DynamicCache()
-    with torch.no_grad():
-        out = model(ids, past_key_values=cache, use_cache=True, output_hidden_states=True)
-    kv = {i: (layer.keys, layer.values) for i, layer in enumerate(cache.layers)}
-    hidden = dict(enumerate(out.hidden_states))
-    return SimpleNamespace(ids=ids, kv=kv, hidden=hidden, logits=out.logits)
-
-def mean_loss(draft_model, batch, loss_mask=None):
-    """The loss of a training step, as train.py makes it of a draft model's terms."""
-    if loss_mask is None:
-        loss_mask = torch.ones_like(batch.ids, dtype=torch.bool)
-        loss_mask[:, -1] = False
-    total = 0
-    for x, labels, mask in draft_model.terms(batch, 5):
-        chosen = loss_mask if mask is None else loss_mask & mask
-        total = total + draft_model.loss_of(x[chosen], labels[chosen])
-    return total / loss_mask.sum()
 
 def view(batch, since, t):
     """A View of the batch's first text."""

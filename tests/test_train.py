@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from conftest import Positional, plain, tiny, weighty
-from helpers import TEXT, refused, write_rows
+from helpers import TEXT, batch_of, mean_loss, refused, write_rows
 from torch.multiprocessing import start_processes
 
 import train
@@ -166,12 +165,6 @@ def start(text, model, tokens=np.arange(12)):
     call, = models.calls_of([text]).values()
     return models.new(call, model, 40, tokens)
 
-def frozen_for(model, modules):
-    """The target of a run that trains {call: draft model}."""
-    drafters = {text: models.drafter_of(text.partition("(")[0], module)
-                for text, module in modules.items()}
-    return train.FrozenTarget(model, modules, drafters)
-
 @pytest.mark.parametrize("text, expected", [
     ("glide", {"layers_read": (2,), "norm": True, "glimpse": True, "loss": "kl", "width": 32}),
     ("glide(layers=2, width=24, block=3)", {"layers_read": (1, 2), "width": 24, "block": 3}),
@@ -232,24 +225,25 @@ def test_batches_of_a_step_fit_with_their_padding():
 
 # ---------------------------------------------------------------- losses
 @pytest.mark.parametrize("text", ["edd(hidden=2, loss='ce')", "eagle", "medusa(heads=2)", "small",
-                                  "glide-shared(words=5)"])
+                                  "glide-shared(layer=1, words=5)"])
 def test_a_loss_with_padding_is_that_of_each_document(llama, text):
-    """Value and gradients.  The oracle: each document alone, by the drafter's own terms."""
+    """Value and gradients.  The oracle: each document alone, by transformers' own forward."""
     tokens = torch.randint(12, (60,), generator=torch.Generator().manual_seed(4)).int().numpy()
     tokens[20:23] = ~tokens[20:23]
-    module = weighty(start(text, llama, tokens))
     pieces = np.array([[0, 18], [18, 7], [40, 11]])
-    frozen = frozen_for(llama, {text: module})
+    module = weighty(start(text, llama, tokens))
+    drafter = models.drafter_of(text.partition("(")[0], module)
+    frozen = train.FrozenTarget(llama, {"": module}, {"": drafter})
     loss = train.masked_loss(module, frozen.batch(tokens, pieces), 5)
     loss.backward()
     found = [loss, *(p.grad for p in module.parameters())]
     module.zero_grad()
     total = 0.0
-    for piece in pieces:
-        batch = frozen.batch(tokens, piece[None])
-        for x, labels, mask in module.terms(batch, 5):
-            mask = batch.loss_mask if mask is None else batch.loss_mask & mask
-            total = total + module.loss_of(x[mask], labels[mask])
+    for begin, size in pieces:
+        given = torch.from_numpy(tokens[begin:begin + size].astype("i8"))[None]
+        loss_mask = F.pad(given[:, 1:] >= 0, (0, 1))
+        batch = batch_of(llama, torch.where(given < 0, ~given, given))
+        total = total + loss_mask.sum() * mean_loss(module, batch, loss_mask)
     total.backward()
     expected = [total, *(p.grad for p in module.parameters())]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
@@ -259,21 +253,6 @@ def test_block_lengths_are_uniform_and_known_by_the_step():
     module = SimpleNamespace(config=SimpleNamespace(blocks=(5, 10)))
     counts = np.bincount([train.block_of_step(module, 0, step) for step in range(3000)])
     assert len(counts) == 11 and counts[5:].sum() == 3000 and abs(counts[5:] - 500).max() < 80
-
-def test_a_batch_is_the_targets_own_forward(llama):
-    """Its layers, hidden states and logits, where a drafter reads them."""
-    texts = ["glide(layer=1)", "eagle", "edd-shared(hidden=2, words=4)"]
-    ids = torch.randint(12, (2, 9), generator=torch.Generator().manual_seed(0))
-    cache = transformers.DynamicCache()
-    with torch.no_grad():
-        out = llama(ids, past_key_values=cache, output_hidden_states=True)
-    batch = frozen_for(llama, {text: start(text, llama) for text in texts}).batch(
-        ids.flatten().int().numpy(), np.array([[0, 9], [9, 9]]))
-    assert torch.equal(batch.ids, ids)
-    layer = cache.layers[1]
-    torch.testing.assert_close(batch.kv, {1: (layer.keys, layer.values)})
-    torch.testing.assert_close(batch.hidden, {i: out.hidden_states[i] for i in (2, 3)})
-    torch.testing.assert_close(batch.logits, out.logits)
 
 # ---------------------------------------------------------------- how drafters are measured
 def test_alpha_and_tau_are_those_of_chains_of_five(llama, monkeypatch):
