@@ -13,14 +13,12 @@ from collections import namedtuple
 
 from runtime.program import UserError
 
-# words: the names that were given.  settings: {name: value}, those that were given.  label: the
-# call as it was written.
+# words: the names that are given.  settings: {name: value}.  label: the call as it was written
 Call = namedtuple("Call", "name function words settings label")
 
 def read_call(text, functions, what):
     """"pct(width=7)" -> Call.  functions: {name: function}; what: "tree", as an error calls it."""
-    label = text.strip()
-    name, bracket, inside = label.partition("(")
+    name, bracket, inside = text.strip().partition("(")
     name = name.strip().replace("_", "-")
     if name not in functions:
         raise UserError(f"there is no {what} called {name!r}: choose among {' '.join(functions)}")
@@ -38,10 +36,10 @@ def read_call(text, functions, what):
             elif key:
                 words.append(key.strip("'\""))
         is_closed = inside.endswith(")") == bool(bracket)
-        if not is_closed or settings.keys() - defaults.keys() or bool(words) != takes_words:
+        if not is_closed or settings.keys() - defaults.keys() or words and not takes_words:
             raise ValueError
     except (SyntaxError, ValueError):
         takes = ["names"] if takes_words else []
         takes += [f"{key}={value!r}" for key, value in defaults.items()]
         raise UserError(f"{text}: {name} takes {', '.join(takes) or 'no settings'}") from None
-    return Call(name, functions[name], words, settings, label)
+    return Call(name, functions[name], words, settings, text.strip())

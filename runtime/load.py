@@ -73,9 +73,7 @@ def load_target(name, dtype, device, trust=False):
             model_class = transformers.AutoModelForSeq2SeqLM
         # Quantised weights are placed while they are loaded; so are those of a spread model.
         is_quantised = bool(getattr(config, "quantization_config", None))
-        placed = {}
-        if device == "auto" or is_quantised:
-            placed["device_map"] = "auto" if device == "auto" else {"": device}
+        placed = {"device_map": device} if device == "auto" or is_quantised else {}
         model, found = model_class.from_pretrained(
             source, dtype=dtype, output_loading_info=True, **placed, **hub)
         missing = sorted(found["missing_keys"])    # transformers fills them with random numbers
@@ -129,7 +127,7 @@ class Loaded:
 def drafter_calls(texts, checkpoint):
     """Drafters as the command line names them -> [Call], without loading one."""
     found = dict.fromkeys(drafters_in(checkpoint), load_drafter)
-    found |= {"maxgram": load_maxgram, "cascade": load_cascade, "mixture": load_mixture}
+    found |= {"maxgram": load_cascade, "cascade": load_cascade, "mixture": load_mixture}
     return [read_call(text, found, f"drafter in {checkpoint}") for text in texts]
 
 # ---------------------------------------------------------------- fingerprints
@@ -241,7 +239,7 @@ def table2(k, models, gram):
     return K.tolist()
 
 def load_cascade(loaded, *names, k=None, lenience=1.0, bigram=None):
-    """Algorithm 1 of Cascade Speculative Drafting; Max-Gram alone is a cascade without a model.
+    """Algorithm 1 of Cascade Speculative Drafting; maxgram alone is a cascade without a model.
 
     names: folders of the checkpoint, other folders or hub names of language models, the largest
     first; and maxgram, which is the last stage.  k: Table 2's k11, or (k11, k12, k22).  bigram: a
@@ -257,10 +255,6 @@ def load_cascade(loaded, *names, k=None, lenience=1.0, bigram=None):
     return with_source(cascade, loaded.target)
 
 # ---------------------------------------------------------------- Max-Gram
-def load_maxgram(loaded, name, bigram=None):
-    """Max-Gram alone: a cascade without models.  Settings: as of load_cascade."""
-    return load_cascade(loaded, name, bigram=bigram)
-
 def load_gram(loaded, path=None):
     """Max-Gram with the bigram of a file, or else of the checkpoint's, if it has one.
 

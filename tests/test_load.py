@@ -14,7 +14,7 @@ from runtime import calls, load
 from runtime.program import UserError
 
 PROMPT = [3, 1, 4, 1, 5]
-FUNCTIONS = {**bench.TREES, "glide": load.load_drafter, "maxgram": load.load_maxgram,
+FUNCTIONS = {**bench.TREES, "glide": load.load_drafter, "maxgram": load.load_cascade,
              "cascade": load.load_cascade}
 
 # ---------------------------------------------------------------- calls
@@ -94,10 +94,10 @@ def test_bigram_files(loaded, tmp_path):
     own = load.vocabulary_fingerprint(loaded.tokenizer)
     for content in (bigram, {"bigram": bigram, "fingerprint": own}):
         path.write_text(json.dumps(content))
-        assert load.load_maxgram(loaded, "maxgram").gram.bigram == bigram
+        assert load.load_cascade(loaded, "maxgram").gram.bigram == bigram
     for number, content in enumerate(([0, VOCAB], {"bigram": bigram, "fingerprint": "0"}), 1):
         path.write_text(json.dumps(content))
-        assert load.load_maxgram(loaded, "maxgram").gram.bigram == []
+        assert load.load_cascade(loaded, "maxgram").gram.bigram == []
         assert len(loaded.notes) == number and "another vocabulary" in loaded.notes[-1]
         with pytest.raises(UserError, match="another vocabulary"):
-            load.load_maxgram(loaded, "maxgram", bigram=str(path))
+            load.load_cascade(loaded, "maxgram", bigram=str(path))
