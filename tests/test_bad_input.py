@@ -25,6 +25,8 @@ CASES = {
     "1 model(s) take 1 number(s)": ("bench", BENCH + "--drafter cascade(base,k=(1,2))"),
     "cascades draft chains alone": ("bench", BENCH + "--tree pct"),
     "has another tokenizer": ("bench", BENCH + "--drafter cascade(T/renamed) --tree chain"),
+    "T/torn/training.json (JSONDecodeError(": ("bench", BENCH + "--checkpoint T/torn"),
+    "T/bare/training.json (KeyError('target'))": ("bench", BENCH + "--checkpoint T/bare"),
     "made for another target: train one": ("bench", BENCH + "--drafter glide --target T/other"),
     "T/empty.jsonl: no prompt is there": ("bench", BENCH + "--prompts T/empty.jsonl"),
     "the target's context of 64": ("train", TRAIN + "--length 65"),
@@ -39,6 +41,9 @@ def files(small, tmp_path_factory):
     (T / "p.txt").write_text("def add(")
     (T / "long.txt").write_text(TEXT * 99)
     (T / "empty.jsonl").write_text("")
+    for name, about in (("torn", '{"kind": '), ("bare", '{"kind": "glide"}')):
+        (T / name).mkdir()
+        (T / name / "training.json").write_text(about)
     shutil.copytree(small / "model", T / "other")
     weights = load_file(T / "other" / "model.safetensors")
     flipped = {name: weight.flip(0).contiguous() for name, weight in weights.items()}

@@ -14,8 +14,7 @@ from runtime import calls, load
 from runtime.program import UserError
 
 PROMPT = [3, 1, 4, 1, 5]
-FUNCTIONS = {**bench.TREES, "glide": load.load_drafter, "maxgram": load.load_cascade,
-             "cascade": load.load_cascade}
+FUNCTIONS = {**bench.TREES, "cascade": load.load_cascade}
 
 # ---------------------------------------------------------------- calls
 @pytest.mark.parametrize("text, name, words, settings", [
@@ -24,10 +23,9 @@ FUNCTIONS = {**bench.TREES, "glide": load.load_drafter, "maxgram": load.load_cas
     ("cascade('google/flan-t5-base', ./t5.small_2, k=(8,13), bigram='a b')", "cascade",
      ["google/flan-t5-base", "./t5.small_2"], {"k": (8, 13), "bigram": "a b"})])
 def test_what_is_read_is_what_was_written(text, name, words, settings):
-    """Names of models need no quotes, and a label is a call again."""
+    """Names of models need no quotes."""
     call = calls.read_call(text, FUNCTIONS, "tree")
     assert call[:4] == (name, FUNCTIONS[name], words, settings)
-    assert calls.read_call(call.label, FUNCTIONS, "tree") == call
 
 # ---------------------------------------------------------------- from names to drafters
 @pytest.fixture(scope="module")
@@ -72,13 +70,14 @@ def test_tables_k_becomes_algorithms_K():
 
 # ---------------------------------------------------------------- does a drafter fit its target?
 def test_a_drafter_serves_its_target_alone():
-    """An FP8 copy, too: numbers of 8 bits are not the weights, others are compared."""
+    """And an FP8 copy of it: numbers of 8 bits are not the weights, others are compared."""
     model = tiny("llama").float()
     eighth = copy.deepcopy(model)
     for layer in eighth.model.layers:
         layer.mlp.up_proj.weight.data = (layer.mlp.up_proj.weight.data * 99).to(torch.float8_e4m3fn)
     made_for = load.fingerprint(model)
-    assert load.difference(made_for, model) is load.difference(made_for, eighth) is None
+    for about, beside in ((made_for, model), (made_for, eighth), (load.fingerprint(eighth), model)):
+        assert load.difference(about, beside) is None
     assert "weights" in load.difference(made_for, tiny("llama", seed=1))
     assert "layers" in load.difference(made_for, tiny("llama", num_hidden_layers=2))
     other = load.difference(made_for | {"vocabulary": "a"}, model, tokenizer_of(TEXT))
