@@ -37,6 +37,11 @@ PLACES = 3          # rows that are named for each line of a report
 Prepared = namedtuple("Prepared", "tokens documents held_out")
 
 # ---------------------------------------------------------------- what was read, and what was not
+def add(report, what, document):
+    """Add a row to a report.  The first PLACES places are kept: there may be millions."""
+    places = report[what]
+    places.append(document.place if len(places) < PLACES else None)
+
 def lines_of(report):
     """The lines of a report, the most frequent first."""
     lines = []
@@ -78,7 +83,7 @@ def encoded(paths, tokenizer, template, report):
         try:
             parts = chats.encode(document, tokenizer, template)
         except text.LeftOut as why:
-            report[f"left out: {why}"].append(document.place)
+            add(report, f"left out: {why}", document)
             continue
         largest = max(max(plain_ids(ids)) for ids in parts)
         if largest >= vocab:
@@ -86,9 +91,9 @@ def encoded(paths, tokenizer, template, report):
                             f"has {vocab} tokens: give text, or ids of the target's tokenizer")
         unread = ", ".join(sorted(chats.not_read(document, template)))
         what = f"read as {document.form}" + (f"; not read: {unread}" if unread else "")
-        report[what].append(document.place)
+        add(report, what, document)
         if document.note:
-            report[f"read without {document.note}"].append(document.place)
+            add(report, f"read without {document.note}", document)
         is_empty = False
         yield document, parts
     if is_empty:
@@ -105,7 +110,6 @@ def prepare(paths, tokenizer, template, folder):
         for ids in parts:
             index.append((len(tokens), len(ids), kind, document.held_out))
             tokens.frombytes(ids.tobytes())
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "meta.json").unlink(missing_ok=True)
     tokens, index = np.array(tokens, "i4"), np.array(index, "i8")
@@ -124,17 +128,14 @@ def load(paths, tokenizer, template, target, folder, keep=False):
     """Files and folders -> Prepared, and its report is printed.
 
     template: a name and arguments, as of chats.template_of.  target: the target's fingerprint.  The
-    files are encoded into `folder`, unless the path is a folder that prepare() has made, or there
-    is one already to keep.  Of several processes the first one encodes and prints.
+    files are encoded into `folder`, unless the path is a folder that prepare() has made, or what is
+    in `folder` is kept.  Of several processes the first one encodes and prints.
     """
-    def is_prepared(folder):
-        return Path(folder, "meta.json").is_file()
-
     is_first = os.environ.get("RANK", "0") == "0"
     wanted = chats.template_of(template[0], tokenizer, template[1])
-    if len(paths) == 1 and is_prepared(paths[0]):
+    if len(paths) == 1 and Path(paths[0], "meta.json").is_file():
         folder = paths[0]
-    elif is_first and not (keep and is_prepared(folder)):
+    elif is_first and not keep:
         prepare(paths, tokenizer, wanted, folder)
     if dist.is_initialized():
         dist.barrier()
@@ -183,10 +184,10 @@ def prompts_in(paths, tokenizer, template, limit):
             if tuple(ids) in found:
                 raise text.LeftOut("its prompt comes once more")
         except text.LeftOut as why:
-            report[f"left out: {why}"].append(document.place)
+            add(report, f"left out: {why}", document)
             continue
         found[tuple(ids)] = document.kind
-        report["asked"].append(document.place)
+        add(report, "asked", document)
     lines = lines_of(report)
     if not found:
         raise UserError(f"--data holds no prompt to ask: {'; '.join(lines)}")

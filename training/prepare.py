@@ -28,7 +28,7 @@ def main(argv):
                    help="format of chats: plain, question, vicuna, a Jinja file (default: its own)")
     p.add_argument("--template-args", help="for the template, as '{\"enable_thinking\": false}'")
     what = p.add_mutually_exclusive_group(required=True)
-    what.add_argument("--out", help="folder to write")
+    what.add_argument("--out", type=Path, help="folder to write")
     what.add_argument("--show", type=int, metavar="N",
                       help="print the first N documents of each form as they are learned")
     a = p.parse_args(argv)
