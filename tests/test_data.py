@@ -109,6 +109,7 @@ FILES = [
     ("x.txt", BOM + "\na text\n", ["⟦\na text\n</s>⟧"]),
     ("x", "[1] a text", ["⟦[1] a text</s>⟧"]),
     ("x.jsonl", "\n", "holds no text to learn from"),
+    ("x.jsonl", '{"ids": [7, 999]}', "row 1 of .* holds token id 999"),
     ("x.csv", "q,a\n", "make JSON lines of it, by pandas"),
     ("x.txt", LINES.encode("utf-16"), "turn UTF-16 into UTF-8"),
     ("x.jsonl", LINES + "{", "line 3 of .*x.jsonl cannot be read as text or JSON lines"),

@@ -42,14 +42,14 @@ def test_sampled_texts_have_the_models_distribution(llama):
 
 # ---------------------------------------------------------------- the command
 def test_rows_are_what_training_reads(small, tmp_path, capsys):
-    """No prompt twice, none of what is held out; the form of rows is that of test_data's.
+    """No prompt twice, none that is held out or long; the form of rows is that of test_data's.
 
     It is known who wrote them.  A file that was cut is gone on with; others are refused.
     """
     given = [{"ids": list(range(7, 7 + i % 5 * 2 + 6)) + [i], "source": "ab"[i % 5 % 2]}
              for i in range(12)]
-    held_out = [{"ids": [5, 6, 7, 8], "held_out": True}]
-    data, out = write_rows(tmp_path / "given.jsonl", given + held_out), tmp_path / "written.jsonl"
+    others = [{"ids": [5, 6, 7, 8], "held_out": True}, {"ids": list(range(38))}]
+    data, out = write_rows(tmp_path / "given.jsonl", given + others), tmp_path / "written.jsonl"
     argv = ["--target", str(small / "model"), "--device", "cpu", "--batch", "3", "--length", "24",
             "--data", str(data), "--out", str(out)]
     assert write.main(argv) == 0
