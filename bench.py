@@ -30,7 +30,7 @@ They know no command line, so for two language models of your own a few lines do
     from functools import partial
     import cascade, verify
     from bench import Method, decode, measure, row_of
-    from runtime.prompts import Prompt
+    from runtime.chats import Prompt
     target = verify.Target(large)
     draft = cascade.Cascade([verify.Target(small)], K=[[5]])           # five tokens a round
     methods = [Method("plain", partial(decode, target, None, verify.root_only)),
@@ -66,8 +66,8 @@ from beyond import batch, batch_glide, graft, priced
 from cascade import Cascade
 from runtime import load
 from runtime.calls import read_call
+from runtime.chats import read_prompts
 from runtime.program import UserError, program
-from runtime.prompts import read_prompts
 from runtime.provenance import provenance
 
 TREES = {"chain": cape.chain, "drawn": cape.drawn, "cape": cape.cape, "fixed": cape.fixed,
@@ -260,7 +260,7 @@ def rule_of(temperature, number):
 def measure(methods, prompts, temperature=0.0, done=0, rows=1, graphs=False):
     """Decode every prompt by every method: yield {name of a method: Record} for each prompt.
 
-    methods: one of them is named "plain".  prompts: runtime/prompts.py's, of which `ids` and
+    methods: one of them is named "plain".  prompts: runtime/chats.py's, of which `ids` and
     `limit` are used.  done: how many of them were measured before.  rows: how many are decoded at
     once; the last ones may be fewer.  graphs: whether the methods record CUDA graphs.
     """
@@ -434,7 +434,7 @@ def parser():
     flag("--checkpoint", default=str(load.CHECKPOINTS), help="folder of the drafters, or of one")
     flag("--prompts", nargs="+", help="files of prompts (default: the project's own)")
     flag("--limit", type=int, help=f"maximum number of prompts (default: {FEW} of our own)")
-    flag("--template", help="chat format: plain, question, vicuna, a file (default: the target's)")
+    flag("--template", help="chat format: question, vicuna, a file (default: the target's)")
     flag("--template-args", help="for the template, as '{\"enable_thinking\": false}'")
     flag("--max-new-tokens", type=int, default=128, help="for each prompt")
     flag("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy")

@@ -87,7 +87,7 @@ def parser():
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     flag("--data", nargs="+", required=True,
          help="files or folders of text, chats or token ids, or a folder that prepare.py made")
-    flag("--template", help="chat format: plain, question, vicuna, a file (default: the target's)")
+    flag("--template", help="chat format: question, vicuna, a file (default: the target's)")
     flag("--template-args", help="for the template, as '{\"enable_thinking\": false}'")
     flag("--length", type=int, default=512, help="tokens of a document that are seen together")
     flag("--steps", type=int, help="default: one epoch")

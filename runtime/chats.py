@@ -2,25 +2,25 @@
 
     template = template_of(name, tokenizer)
     encode(document, tokenizer, template)         a text.Document's token ids, and which are labels
-    prompt_ids(turns, tokenizer, template)        of a prompt: an answer begins after them
-    questions(document, tokenizer, ...)           the prompts of all questions of a chat
+    questions(document, tokenizer, template)      its prompts: an answer begins after each
+    read_prompts(paths, loaded, new_tokens)       the prompts that bench.py decodes after
 """
-import json
 import re
-from collections import namedtuple
+from collections import Counter, namedtuple
+from functools import partial
+from itertools import takewhile
 from os.path import commonprefix
 from pathlib import Path
 
 import numpy as np
 
+import verify
 from runtime.files import parsed
 from runtime.program import UserError, first_line
-from runtime.text import KINDS, LeftOut, Turn, questions_of
+from runtime.text import KINDS, LeftOut, Turn, documents
 
 # ---------------------------------------------------------------- chat templates
-# By name, in Jinja.  "plain" and "question" serve a tokenizer that has none of its own.
-PLAIN = ("{% for turn in messages %}{{ turn.role | upper }}: {{ turn.content }}\n\n{% endfor %}"
-         "{% if add_generation_prompt %}ASSISTANT:{% endif %}")
+# By name, in Jinja.  "question" serves a tokenizer that has none of its own.
 QUESTION = (
     "{% for turn in messages %}"
     "{% if turn.role == 'user' %}Question: {{ turn.content }}\n"
@@ -29,24 +29,19 @@ QUESTION = (
     "{% if add_generation_prompt %}Answer:{% endif %}")
 # FastChat's vicuna_v1.1: the tokenizer of Vicuna has no template.
 VICUNA = (
-    "{% set turns = messages %}"
-    "{% set system = \"A chat between a curious user and an artificial intelligence assistant. "
-    "The assistant gives helpful, detailed, and polite answers to the user's questions.\" %}"
-    "{% if turns and turns[0].role == 'system' %}"
-    "{% set system = turns[0].content %}{% set turns = turns[1:] %}{% endif %}"
-    "{{ bos_token }}{{ system }} "
-    "{% for turn in turns %}"
+    "{{ bos_token }}{% if messages[0].role != 'system' %}"
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions. {% endif %}"
+    "{% for turn in messages %}"
     "{% if turn.role == 'user' %}USER: {{ turn.content }} "
+    "{% elif loop.first and turn.role == 'system' %}{{ turn.content }} "
     "{% else %}ASSISTANT: {{ turn.content }}{{ eos_token }}{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}")
-TEMPLATES = {"plain": PLAIN, "question": QUESTION, "vicuna": VICUNA}
-
-# source: Jinja.  arguments: {name: value} beside the messages, say {"enable_thinking": False}
-Template = namedtuple("Template", "source arguments")
+TEMPLATES = {"question": QUESTION, "vicuna": VICUNA}
 
 def template_of(name, tokenizer, arguments=None):
-    """--template and --template-args -> Template
+    """--template and --template-args -> arguments of apply_chat_template, a dict
 
     name: a key of TEMPLATES, a file, or None for the tokenizer's own.  arguments: a JSON object.
     """
@@ -60,7 +55,7 @@ def template_of(name, tokenizer, arguments=None):
             source = Path(name).read_text(encoding="utf-8-sig")
         else:
             source = tokenizer.get_chat_template() if tokenizer.chat_template else QUESTION
-        return Template(source, arguments)
+        return {**arguments, "chat_template": source}
     except (OSError, ValueError) as why:                 # ValueError: several, and no default
         raise UserError(f"--template {name or 'is missing'} ({first_line(why)}): choose "
                         f"{' or '.join(TEMPLATES)}, or name a file with a Jinja template") from None
@@ -69,7 +64,7 @@ def not_read(document, template):
     """The fields of a Document that its turns do not have and the template does not read -> set"""
     known = {*document.form.split(" + "), *KINDS, "held_out"}
     passed = {name for turn in document.turns for name in turn.more} | {"tools"} & set(document.row)
-    read = {name for name in passed if re.search(rf"\b{re.escape(name)}\b", template.source)}
+    read = passed & set(re.findall(r"\w+", template["chat_template"]))
     return {*document.row, *passed} - known - read
 
 def chat_text(turns, tokenizer, template, tools=None, ask=False):
@@ -78,41 +73,14 @@ def chat_text(turns, tokenizer, template, tools=None, ask=False):
     ask: end where the assistant's next answer begins.
     """
     messages = [{**turn.more, "role": turn.role, "content": turn.content} for turn in turns]
-    tools = json.loads(tools) if isinstance(tools, str) else tools
+    tools = parsed(tools) if isinstance(tools, str) else tools
     try:
-        return tokenizer.apply_chat_template(
-            messages, tools=tools, chat_template=template.source, tokenize=False,
-            add_generation_prompt=ask, **template.arguments)
+        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False,
+                                             add_generation_prompt=ask, **template)
     except Exception as why:                             # a template is a program of somebody's
         raise LeftOut(f"the chat template refuses it ({first_line(why)})") from None
 
 # ---------------------------------------------------------------- documents -> token ids
-def answer_in(chat, tokenizer, template, tools):
-    """A chat that ends with an answer -> (text, (start, end) of the answer in it)"""
-    def text_of(turns, ask=False):
-        return chat_text(turns, tokenizer, template, tools, ask)
-    eos = tokenizer.eos_token
-    before, text = text_of(chat[:-1], ask=True), text_of(chat)
-    # Some templates ask with the beginning of a thought, which this answer may not have.
-    start, end = len(commonprefix((before, text))), len(text)
-    always_asks = text == text_of(chat, ask=True)
-    if not always_asks and (not eos or eos in text[start:]):
-        return text, (start, end)
-    # The template always ends with the next answer's beginning, which is no part of this one, or
-    # it may not end a last turn: what it writes before a next question tells.
-    try:
-        followed = text_of([*chat, Turn("user", "?", False)])
-    except LeftOut:
-        return text, (start, end)
-    common = len(commonprefix((text, followed)))
-    if always_asks:
-        end = max(start, common)
-    ends_at = followed.find(eos, start) if eos else -1
-    if ends_at >= 0 and common >= end and not followed[end:ends_at].strip():
-        end = ends_at + len(eos)
-        text = followed
-    return text[:end], (start, end)
-
 def answers_in(chat, tokenizer, template, tools):
     """A chat -> [(text, [(start, end)])]: texts to learn from, and where in them answers stand.
 
@@ -120,9 +88,27 @@ def answers_in(chat, tokenizer, template, tools):
     example without its reasoning.  Then each answer has a text of its own, which ends with it, as
     it does in decoding.
     """
-    whole = chat_text(chat, tokenizer, template, tools)
-    found = [answer_in(chat[:i + 1], tokenizer, template, tools)
-             for i, turn in enumerate(chat) if turn.learned]
+    text_of = partial(chat_text, tokenizer=tokenizer, template=template, tools=tools)
+    eos, found = tokenizer.eos_token, []
+    for count, turn in enumerate(chat, 1):
+        if not turn.learned:
+            continue
+        before, text = text_of(chat[:count - 1], ask=True), text_of(chat[:count])
+        # Some templates ask with the beginning of a thought, which this answer may not have.
+        start = len(commonprefix((before, text)))
+        # Some end with the next answer's beginning, always: it is no part of this one.
+        always_asks = text == text_of(chat[:count], ask=True)
+        if not eos or eos not in text[start:]:
+            # Some end a turn only where another one follows.
+            followed = text_of([*chat[:count], Turn("user", "?", False)])
+            if always_asks:
+                text = text[:max(start, len(commonprefix((text, followed))))]
+            if eos and followed.startswith(text) and followed[len(text):].lstrip().startswith(eos):
+                text = followed[:followed.index(eos, len(text)) + len(eos)]
+        elif always_asks:
+            text = text[:text.index(eos, start) + len(eos)]
+        found.append((text, (start, len(text))))
+    whole = text_of(chat)
     if all(whole.startswith(text) for text, _ in found):
         return [(whole, [span for _, span in found])]
     return [(text, [span]) for text, span in found]
@@ -130,39 +116,33 @@ def answers_in(chat, tokenizer, template, tools):
 def only_answers(ids, offsets, spans):
     """Token ids of a text -> array (n,), with ~id for each token that belongs to no answer.
 
-    offsets: (start, end) in the text, of each token.  spans: (start, end) of each answer.
+    offsets: (start, end) in the text, of each token.  spans: (start, end) of each answer: from the
+    first token that reaches into it to the last that ends within it.
     """
     ids = np.array(ids, "i4")
-    ends = np.array(offsets).reshape(-1, 2)[:, 1]
+    ends = np.array(offsets[:len(ids)]).reshape(-1, 2)[:, 1]
     ends = np.maximum.accumulate(ends)                   # a special token's may be 0
     is_label = np.zeros(len(ids), bool)
     for start, end in spans:
-        # From the first token that reaches into the answer to the last that ends within it
-        first = np.searchsorted(ends, start, side="right")
-        last = np.searchsorted(ends, end, side="right")
-        is_label[first:last] = True
+        is_label |= (start < ends) & (ends <= end)
     return np.where(is_label, ids, ~ids)
 
-def own_part(ids, tokenizer):
-    """The slice of a text's ids without a second begin, and without ends that tokenizers append."""
-    first, last = 0, len(ids)
-    while last and ids[last - 1] == tokenizer.eos_token_id:
-        last -= 1
-    while len(ids) > first + 1 and ids[first] == ids[first + 1] == tokenizer.bos_token_id:
-        first += 1
-    return slice(first, last)
+def text_ids(turns, tokenizer):
+    """A text, of which a prompt may be the first turn -> list of token ids, without an end of text.
 
-def encode_text(turns, tokenizer):
-    """A text, of which a prompt may be the first turn -> list of token ids, with one end of text"""
+    It has one begin, and none of the ends that tokenizers append.
+    """
     text = "".join(turn.content for turn in turns)
-    encoded = tokenizer(text, verbose=False, return_offsets_mapping=True)
-    own = own_part(encoded["input_ids"], tokenizer)
-    ids = encoded["input_ids"][own]
+    begins = text.startswith(tokenizer.bos_token or "\0")
+    encoded = tokenizer(text, add_special_tokens=not begins, verbose=False,
+                        return_offsets_mapping=len(turns) > 1)
+    ids = encoded["input_ids"]
+    while ids and ids[-1] == tokenizer.eos_token_id:
+        ids.pop()
     if len(turns) > 1:
         answer = len(turns[0].content), len(text)
-        ids = only_answers(ids, encoded["offset_mapping"][own], [answer]).tolist()
-    end = tokenizer.eos_token_id
-    return ids if end is None else [*ids, end]
+        ids = only_answers(ids, encoded["offset_mapping"], [answer]).tolist()
+    return ids
 
 def encode(document, tokenizer, template):
     """A text.Document -> its token ids, int32, in a list of arrays (n,): mostly one.
@@ -171,14 +151,14 @@ def encode(document, tokenizer, template):
     chat as its template says, token ids as they are.  LeftOut where there is no label.
     """
     turns = document.turns
-    if document.why:
-        raise LeftOut(document.why)
     if not any(turn.learned and turn.content for turn in turns):
-        raise LeftOut(f"no answer to learn is in {document.form} ({document.note})")
+        raise LeftOut(document.note or f"no answer to learn is in {document.form} "
+                                       f"(its fields: {', '.join(document.row)})")
     if turns[0].role == "ids":
         parts = [[i if turn.learned else ~i for turn in turns for i in turn.content]]
     elif turns[0].role == "text":
-        parts = [encode_text(turns, tokenizer)]
+        end = tokenizer.eos_token_id
+        parts = [text_ids(turns, tokenizer) + ([] if end is None else [end])]
     else:
         parts = []
         for text, spans in answers_in(turns, tokenizer, template, document.row.get("tools")):
@@ -193,35 +173,71 @@ def encode(document, tokenizer, template):
     return parts
 
 # ---------------------------------------------------------------- prompts
-def prompt_ids(turns, tokenizer, template, tools=None):
-    """The turns up to a question -> list of token ids, which end where the answer begins."""
-    if turns[0].role == "ids":
-        return [i for turn in turns for i in turn.content]
-    if turns[0].role == "text":
-        text = "".join(turn.content for turn in turns)
-        ids = tokenizer(text, verbose=False)["input_ids"]
-        return ids[own_part(ids, tokenizer)]
-    text = chat_text(turns, tokenizer, template, tools, ask=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+# kind: of text.  question: a number, which all prompts of one chat share.  ids: token ids, a list.
+# limit: the most new tokens
+Prompt = namedtuple("Prompt", "kind question ids limit")
 
-def questions(document, tokenizer, name, vocab, answer, arguments=None):
-    """Yield the prompt of each question of a text.Document, as token ids.
+def questions(document, tokenizer, template, answer=None):
+    """Yield the prompt of each question of a text.Document: token ids, which an answer follows.
 
-    name, arguments: as of template_of.  vocab: the target's vocabulary size.  answer(ids) -> text:
-    where the document has no answer to the question before, it is made by this.
+    answer(ids) -> text: what stands for an answer that the document does not have.  LeftOut where
+    it asks nothing.
     """
-    template = template_of(name, tokenizer, arguments)
-    turns, ids = [], None
-    try:
-        for part in questions_of(document):
-            if turns and part[0].role == "user":         # nobody has answered the question before
-                turns.append(Turn("assistant", answer(ids), False))
-            turns += part
-            ids = prompt_ids(turns, tokenizer, template, document.row.get("tools"))
-            if not ids or max(ids) >= vocab:
-                raise UserError(f"{document.place} gives no tokens, or others than the target's "
-                                f"{vocab}: correct the row or --template")
+    turns, chat, ids = document.turns, [], None
+    if turns and turns[0].role in ("text", "ids"):
+        asked = list(takewhile(lambda turn: not turn.learned, turns)) or turns
+        is_text = turns[0].role == "text"
+        yield text_ids(asked, tokenizer) if is_text else [i for turn in asked for i in turn.content]
+        return
+    for turn in turns:
+        if turn.role == "user" and chat and chat[-1].role == "user":
+            chat.append(Turn("assistant", answer(ids), False))
+        chat.append(turn)
+        if turn.role == "user":
+            text = chat_text(chat, tokenizer, template, document.row.get("tools"), ask=True)
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             yield ids
-    except LeftOut as why:
-        raise UserError(f"{document.place} asks nothing ({why}): correct the row or "
-                        "--template") from None
+    if ids is None:
+        raise LeftOut(document.note or f"no question is in {document.form}")
+
+def read_prompts(paths, loaded, new_tokens, limit=None, template=None, template_args=None):
+    """Files of prompts -> at most `limit` Prompts, the kinds of text alternating.
+
+    loaded: a load.Loaded.  template, template_args: as of template_of.
+    """
+    target, tokenizer = loaded.target, loaded.tokenizer
+    template = template_of(template, tokenizer, template_args)
+
+    def answer(ids):
+        """The target's own answer to an earlier question, where the chat has none; untimed."""
+        out = verify.generate(target, None, verify.root_only, ids, new_tokens, eos=loaded.eos)
+        return tokenizer.decode(out.tokens, skip_special_tokens=True)
+
+    # The first document of each kind of text, then the second of each, and so on
+    count, numbered = Counter(), []
+    for document in documents(paths):
+        count[document.kind] += 1
+        numbered.append((count[document.kind], document))
+    numbered.sort(key=lambda pair: pair[0])
+    prompts, too_long = [], 0
+    for number, (_, document) in enumerate(numbered):
+        try:
+            for ids in questions(document, tokenizer, template, answer):
+                if not ids or max(ids) >= target.config.vocab_size:
+                    raise LeftOut("it has no tokens, or others than the target's")
+                remaining = target.remaining(ids)
+                if remaining < 1:
+                    too_long += 1                        # and so are all further turns of this chat
+                    break
+                prompts.append(Prompt(document.kind, number, ids, min(new_tokens, remaining)))
+                if len(prompts) == limit:
+                    return prompts
+        except LeftOut as why:
+            raise UserError(f"{document.place} asks nothing ({why}): correct the row or "
+                            "--template") from None
+    if too_long:
+        loaded.notes.append(f"left out: {too_long} prompts that exceed the target's context")
+    if not prompts:
+        raise UserError(f"{' '.join(map(str, paths))}: no prompt is there, or none that fits the "
+                        f"target's context of {target.context} tokens")
+    return prompts

@@ -1,10 +1,7 @@
 """User-supplied files: their rows become documents to learn from, or prompts to decode after.
 
-    documents(paths)              a Document for each row of files and folders
-    prompt_rows(paths)            (kind, Document) for each row of files of prompts
-    questions_of(document)        what it asks, turn by turn
-
-runtime/files.py reads the files, runtime/chats.py makes token ids of documents and of prompts.
+runtime/files.py reads the files, documents() makes a Document of each row, and runtime/chats.py
+makes token ids of these.
 
 A row is read by the names of its fields, in any case.  The first line of this table that fits is
 taken; null, "" and [] count as absent:
@@ -25,8 +22,7 @@ Of a chat the answers are learned.  A field of SYSTEM begins it.  Only strings, 
 text parts are text.  A row that is not understood is left out with its reason, never in silence.
 """
 import json
-from collections import Counter, namedtuple
-from itertools import groupby, takewhile
+from collections import namedtuple
 
 from runtime.files import NAMES, files_of, parsed, rows_of, suffix_of
 
@@ -41,8 +37,7 @@ CONTINUATIONS = ("completion", "canonical_solution")     # they go on with a pro
 TEXTS = ("text", "content", "code")
 SYSTEM = ("system", "system_prompt", "system_message")
 IDS = ("ids", "input_ids")
-# Of token ids, which of them are learned: labels are -100 where they are not, masks are 0
-MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
+MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")    # -100, 0: not learned
 KINDS = ("group", "category", "source")                  # the kind of text that a row is
 
 # Of a message of a chat
@@ -56,7 +51,6 @@ CALLS = ("tool_calls", "function_call")
 LEARNED = ("weight", "loss", "loss_mask", "train", "trainable")      # off: it is not learned
 OFF = ("0", "0.0", "-1", "false", "no", "off")           # a flag that says no, as a string
 TEXT_PARTS = ("text", "input_text", "output_text")       # types of the parts of a content
-
 HELD_OUT = 50                                            # every fiftieth row is held out
 
 # role: user, assistant, system or tool in a chat; else "text" or "ids".  content: a string, or a
@@ -65,9 +59,8 @@ HELD_OUT = 50                                            # every fiftieth row is
 Turn = namedtuple("Turn", "role content learned more", defaults=({},))
 # place: "row 3 of questions.jsonl".  kind: of text.  held_out: whether it is left for validation.
 # form: the names of the fields that were read.  turns: [Turn], empty where the row is left out.
-# note: what of the row is left out, or None.  why: the reason why all of it is, or None.  row: its
-# fields, in lower case
-Document = namedtuple("Document", "place kind held_out form turns note why row")
+# note: why it is, or what of it, or None.  row: its fields, in lower case
+Document = namedtuple("Document", "place kind held_out form turns note row")
 
 class LeftOut(Exception):
     """Why a row is left out: a phrase that is the same for all such rows."""
@@ -79,7 +72,7 @@ def lowered(row):
     Of two names that differ in case alone, the one in lower case is taken; the other stays.
     """
     found = {}
-    for name in sorted(row, key=lambda name: name != name.lower()):
+    for name in sorted(row, key=str.islower, reverse=True):
         value = row[name]
         if (value.strip() if isinstance(value, str) else value) not in (None, "", []):
             found[name if name.lower() in found else name.lower()] = value
@@ -94,15 +87,14 @@ def string_of(row, name):
     value = row.get(name, "")
     if isinstance(value, str):
         return value
-    if isinstance(value, (bool, int, float)):
+    if isinstance(value, (int, float)):                  # a boolean, too
         return json.dumps(value)
-    if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
-        raise LeftOut(f"{name} is a {type(value).__name__}, and no text")
-    for part in value:
-        kind = part.get("type", "text")
+    parts = value if isinstance(value, list) else [value]
+    for part in parts:
+        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
         if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
             raise LeftOut(f"{name} has a part of type {kind}, which is no text")
-    return "".join(part["text"] for part in value)
+    return "".join(part["text"] for part in parts)
 
 def are_ids(value):
     """Whether a value is a list of token ids."""
@@ -131,176 +123,133 @@ def turn_of(message):
             if name not in (*ROLE, field, *CALLS, *LEARNED)}
     return Turn(role, content, learned, more)
 
-def turns_of(row, name):
-    """A field of a row as the turns of a chat.
+def turns_of(row, name, role=None):
+    """A field of a row as turns of a chat.
 
     It is a list of messages, of pairs, or of strings, all of which a user says; or JSON of these.
+    role: whose turn it is where it is just text.
     """
-    value = parsed(row[name]) if isinstance(row[name], str) else row[name]
-    if value is None:
-        raise LeftOut(f"{name} is a string, and no list of turns")
+    value = row[name]
+    if role and not is_chat(value):
+        return [Turn(role, string_of(row, name), role == "assistant")]
+    value = parsed(value) if isinstance(value, str) else value
     turns = []
     for one in value if isinstance(value, list) else [value]:
         if isinstance(one, list) and len(one) == 2:      # [question, answer]
             one = dict(zip(("human", "assistant"), one))
         if isinstance(one, str) and name == "turns":
-            turns.append(Turn("user", one, False))
-            continue
+            one = {"role": "user", "content": one}
         one = lowered(one) if isinstance(one, dict) else {}
         if first_of(ROLE, one):
             turns.append(turn_of(one))
         elif first_of(QUESTIONS, one):
             turns += pair_in(one)[1]
         else:
-            raise LeftOut(f"{name} has turns without a role")
+            raise LeftOut(f"{name} is no list of turns with roles")
     return turns
-
-def side_of(row, name, role):
-    """A field that holds a question or an answer -> [Turn]: one, or those of messages"""
-    if is_chat(row[name]):
-        return turns_of(row, name)
-    return [Turn(role, string_of(row, name), role == "assistant")]
 
 def pair_in(row):
     """A question, with its answer if there is one -> names of the fields that were read, [Turn]"""
     question, answer = first_of(QUESTIONS, row), first_of(ANSWERS, row)
-    fields, turns = [question], side_of(row, question, "user")
+    turns = turns_of(row, question, "user")
     context = first_of([name for name in CONTEXTS if name != question], row)
     if context and len(turns) == 1:
         turns = [Turn("user", f"{turns[0].content}\n{string_of(row, context)}", False)]
-        fields.append(context)
     if "history" in row:
         turns = turns_of(row, "history") + turns
-        fields.append("history")
     if answer:
-        answers = side_of(row, answer, "assistant")
-        begins_anew = answers[0].role != "assistant"     # it holds the question, too
-        turns = answers if begins_anew else turns + answers
-        fields.append(answer)
-    return fields, turns
+        answers = turns_of(row, answer, "assistant")
+        holds_question = answers[0].role != "assistant"
+        turns = answers if holds_question else turns + answers
+    return [name for name in (question, context, "history", answer) if name in row], turns
 
 def ids_in(row, name):
     """Token ids, with labels or a mask if there are any -> names of the fields read, [Turn]"""
     ids = row[name]
-    mask = next((mask for mask in MASKS if isinstance(row.get(mask), list)), None)
-    if mask is None:
-        return [name], [Turn("ids", ids, True)]
+    mask = next((mask for mask in MASKS if isinstance(row.get(mask), list)), name)
     marks = row[mask]
-    learned = [mark != -100 if mask == "labels" else bool(mark) for mark in marks]
-    others = any(mark not in (-100, token) for mark, token in zip(marks, ids))
-    if len(marks) != len(ids) or mask == "labels" and others:
+    if mask not in (name, "labels"):
+        marks = [token if mark else -100 for mark, token in zip(marks, ids)]
+    if len(row[mask]) != len(ids) or any(m not in (-100, i) for m, i in zip(marks, ids)):
         raise LeftOut(f"{mask} are of other tokens than {name}")
-    turns = []
-    for is_label, run in groupby(zip(learned, ids), key=lambda pair: pair[0]):
-        turns.append(Turn("ids", [token for _, token in run], is_label))
-    return [name, mask], turns
+    turns = [Turn("ids", [token], mark != -100) for mark, token in zip(marks, ids)]
+    return [name] if mask == name else [name, mask], turns
 
 def turns_in(row):
     """A row, a dict with its keys in lower case -> names of the fields that were read, [Turn]"""
-    chat, text = first_of(CHATS, row), first_of(TEXTS, row)
+    chat, text, ids = first_of(CHATS, row), first_of(TEXTS, row), first_of(IDS, row)
     question, answer = first_of(QUESTIONS, row), first_of(ANSWERS, row)
-    more = first_of(CONTINUATIONS, row)
+    prompt, more = row.get("prompt"), first_of(CONTINUATIONS, row)
     if chat:
         return [chat], turns_of(row, chat)
-    if are_ids(row.get("prompt")) and are_ids(row.get("answer", [])):
+    if are_ids(prompt) and are_ids(row.get("answer", [])):
         learned = Turn("ids", row.get("answer", []), True)
-        return ["prompt", "answer"], [Turn("ids", row["prompt"], False), learned]
-    if isinstance(row.get("prompt"), str) and isinstance(row.get(more), str):
-        return ["prompt", more], [Turn("text", row["prompt"], False), Turn("text", row[more], True)]
+        return ["prompt", "answer"], [Turn("ids", prompt, False), learned]
+    if isinstance(prompt, str) and isinstance(row.get(more), str):
+        return ["prompt", more], [Turn("text", prompt, False), Turn("text", row[more], True)]
     if question and answer:
         return pair_in(row)
-    lists = [name for name in (*ANSWERS, *row) if isinstance(row.get(name), list)]
-    spoken = next((name for name in lists if is_chat(row[name])), None)
-    if spoken:
-        return [spoken], turns_of(row, spoken)
+    for name in (*ANSWERS, *row):                        # a chat of any name
+        if isinstance(row.get(name), list) and is_chat(row[name]):
+            return [name], turns_of(row, name)
     if "role" in row and text:
         raise LeftOut("it is a single message: a row holds all messages of a chat")
     if text:
         return [text], [Turn("text", string_of(row, text), True)]
-    if question == "prompt" and isinstance(row["prompt"], str):
-        return ["prompt"], [Turn("text", row["prompt"], False)]
+    if question == "prompt" and isinstance(prompt, str):
+        return ["prompt"], [Turn("text", prompt, False)]
     if question:
         return pair_in(row)
-    for name in IDS:
-        if are_ids(row.get(name)):
-            return ids_in(row, name)
-    if not row:
-        raise LeftOut("it is empty, or has no fields")
-    raise LeftOut("no known field holds a text or a question: " + ", ".join(list(row)[:8]))
+    if ids and are_ids(row[ids]):
+        return ids_in(row, ids)
+    fields = ", ".join(row) or "it is empty"
+    raise LeftOut(f"no known field holds a text or a question: {fields}")
 
 def tidied(turns):
     """A chat from its first question on, up to its first empty turn -> [Turn], note or None"""
-    turns = [turn for turn in turns if turn.content or turn.role != "system"]
-    note = None
-    first = sum(turn.role == "system" for turn in turns[:1])
-    while turns[first:] and turns[first].role == "assistant":
-        del turns[first]
-        note = "the assistant's turns before the first question"
-    for number, turn in enumerate(turns):
-        if not turn.content:
-            return turns[:number], "the rest of a chat, from a turn that is empty or calls a tool"
-    return turns, note
+    kept, note = [], None
+    for turn in turns:
+        if turn.role == "assistant" and all(earlier.role == "system" for earlier in kept):
+            note = "the assistant's turns before the first question"
+        elif turn.content:
+            kept.append(turn)
+        elif turn.role != "system":
+            return kept, "the rest of a chat, from a turn that is empty or calls a tool"
+    return kept, note
 
 def document_of(row, place, kind, number):
     """A row as a Document.  kind: where it names none.  number: of the row, for held_out."""
-    form, turns, note, why = "", [], None, None
-    row = {"text": row} if isinstance(row, str) else row
-    row = {"messages": row} if isinstance(row, list) and is_chat(row) else row
+    if isinstance(row, (str, list)):
+        row = {"text" if isinstance(row, str) else "messages": row}
     row = lowered(row) if isinstance(row, dict) else {}
     held_out = not is_off(row.get("held_out", number % HELD_OUT == 0))
+    named = row.get(first_of(KINDS, row))
+    kind = str(named) if isinstance(named, (str, int)) else kind
+    fields, note = [], None
     try:
-        named = row.get(first_of(KINDS, row))
-        kind = str(named) if isinstance(named, (str, int)) else kind
         fields, turns = turns_in(row)
-        form = " + ".join(fields)
-        if turns[0].role not in ("text", "ids"):
+        roles = {turn.role for turn in turns}
+        if roles.isdisjoint(("text", "ids")):
             system = first_of(SYSTEM, row)
-            if system and turns[0].role != "system":
-                turns = [Turn("system", string_of(row, system), False), *turns]
-                form = f"{system} + {form}"
+            if system and "system" not in roles:
+                turns.insert(0, Turn("system", string_of(row, system), False))
+                fields.insert(0, system)
             turns, note = tidied(turns)
-        if not note and not any(turn.learned for turn in turns):
-            note = "its fields: " + ", ".join(list(row)[:8])
     except LeftOut as left_out:
-        turns, why = [], str(left_out)
-    return Document(place, kind, held_out, form, turns, note, why, row)
+        turns, note = [], str(left_out)
+    return Document(place, kind, held_out, " + ".join(fields), turns, note, row)
 
-def documents(paths, flag="--data"):
-    """Yield a Document for each row of files and folders.  flag: what gave them."""
+def documents(paths):
+    """Yield a Document for each row of files and folders."""
     number = 0
-    for path, is_named in files_of(paths, flag):
+    for path, is_named in files_of(paths):
         kind = path.name.partition(".")[0]
         if not is_named and suffix_of(path) not in NAMES:
-            why = f"of a folder only {', '.join(NAMES)} are read: name other files one by one"
-            yield Document(str(path), kind, False, "", [], None, why, {})
+            note = f"of a folder only {', '.join(NAMES)} are read: name other files one by one"
+            yield Document(str(path), kind, False, "", [], note, {})
             continue
         for line, value in rows_of(path):
             are_rows = isinstance(value, list) and not is_chat(value)
             for place, row in enumerate(value, 1) if are_rows else [(line, value)]:
                 number += 1
                 yield document_of(row, f"row {place} of {path}", kind, number)
-
-# ---------------------------------------------------------------- rows as prompts
-def prompt_rows(paths):
-    """All rows of files of prompts, balanced by kind -> [(kind, Document)]"""
-    count, rows = Counter(), []
-    for document in documents(paths, "--prompts"):
-        count[document.kind] += 1
-        rows.append((count[document.kind], document.kind, document))
-    # The first row of each kind, then the second of each, and so on
-    rows.sort(key=lambda row: row[0])
-    return [row[1:] for row in rows]
-
-def questions_of(document):
-    """What a Document asks -> [[Turn]]: each question, after the turns since the one before.
-
-    Where a question follows another one directly, the answer between is left open.  LeftOut where
-    it asks nothing.
-    """
-    turns = document.turns
-    if turns and turns[0].role in ("text", "ids"):
-        return [list(takewhile(lambda turn: not turn.learned, turns)) or turns]
-    ends = [i for i, turn in enumerate(turns, 1) if turn.role == "user"]
-    if not ends:
-        raise LeftOut(document.why or f"no question is in {document.form}")
-    return [turns[start:end] for start, end in zip([0, *ends], ends)]

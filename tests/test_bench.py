@@ -18,7 +18,7 @@ import bench
 import cape
 import verify
 from runtime import load
-from runtime.prompts import Prompt, read_prompts
+from runtime.chats import Prompt, read_prompts
 
 RULE = verify.Rule()
 

@@ -118,7 +118,7 @@ def prepare(paths, tokenizer, template, folder):
     lines = [*lines_of(report),
              f"{(tokens >= 0).sum()} of {len(tokens)} tokens are learned; {index[:, 3].sum()} of "
              f"{len(index)} documents are held out; kinds of text: {len(kinds)}"]
-    meta = {"vocabulary": vocabulary_fingerprint(tokenizer), "template": template._asdict(),
+    meta = {"vocabulary": vocabulary_fingerprint(tokenizer), "template": template,
             "report": lines, "written_by": sorted(written_by)}
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     return lines
@@ -142,7 +142,7 @@ def load(paths, tokenizer, template, target, folder, keep=False):
     meta = json.loads(Path(folder, "meta.json").read_text())
     if meta["vocabulary"] != vocabulary_fingerprint(tokenizer):
         raise UserError(f"--data: {folder} was prepared with another tokenizer: prepare it again")
-    if any(template) and wanted._asdict() != meta["template"]:
+    if any(template) and wanted != meta["template"]:
         raise UserError(f"--data: {folder} was prepared with another --template or "
                         "--template-args: leave them out, or prepare it again")
     notes = meta["report"]
@@ -175,9 +175,8 @@ def prompts_in(paths, tokenizer, template, limit):
         try:
             if document.held_out:
                 raise text.LeftOut("it is held out")
-            turns = text.questions_of(document)[0]
-            ids = chats.prompt_ids(turns, tokenizer, template, document.row.get("tools"))
-            if all(turn.learned for turn in turns):
+            ids = next(chats.questions(document, tokenizer, template))
+            if all(turn.learned for turn in document.turns):
                 ids = ids[:len(ids) // 2]                # a text without a prompt
             if not 0 < len(ids) <= limit:
                 raise text.LeftOut(f"its prompt has no token, or more than {limit}")

@@ -25,7 +25,7 @@ def main(argv):
     p.add_argument("--tokenizer", required=True, help="folder or hub name: the target's; smollm2")
     p.add_argument("--trust-remote-code", action="store_true", help="run the tokenizer's own code")
     p.add_argument("--template",
-                   help="format of chats: plain, question, vicuna, a Jinja file (default: its own)")
+                   help="format of chats: question, vicuna, a Jinja file (default: its own)")
     p.add_argument("--template-args", help="for the template, as '{\"enable_thinking\": false}'")
     what = p.add_mutually_exclusive_group(required=True)
     what.add_argument("--out", type=Path, help="folder to write")
