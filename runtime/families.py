@@ -2,13 +2,11 @@
 
     drafter, about = load("my-drafters/glide", model)             # about: its training.json
     draft_model = new(edd.Config.for_target(model), model)        # a new one, to be trained
-    drafter = edd.Drafter(draft_model)
 
 glide.py and edd.py alone serve some families.  Here the same draft models get what they need of any
 other target: RoPE as its keys have it, by halves (Llama) or by pairs (Cohere, GLM), wholly, in part
 (Phi) or not at all (GPT-2); for EDD, the VDM and EAGLE a layer of Llama's class with its sizes;
-copies of its embedding and LM head by what they compute, as they may be quantised or offloaded, or
-for beyond/shared.py and EAGLE themselves.
+copies of its embedding and LM head by what they compute, as they may be quantised or offloaded.
 """
 import copy
 import json
@@ -87,8 +85,7 @@ def rope_by(angles, partner=rotate_half):
 def rope_angles(model, layer):
     """The angles of the target's RoPE in one of its layers, by position: cos and sin (2, length, n)
 
-    n is 0 in a target without one.  The length is the context's, and 1024 more for the nodes of a
-    tree.
+    n is 0 in a target without one.  The length is the context's, and 1024 for the nodes of a tree.
     """
     c, device = model.config.get_text_config(), device_of(model)
     rotary = getattr(model.get_decoder(), "rotary_emb", None)

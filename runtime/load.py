@@ -84,8 +84,7 @@ def load_target(name, dtype, device, trust=False):
         if not placed:
             model = model.to(device)
     if config.is_encoder_decoder and getattr(config, "num_decoder_layers", None):
-        # By this generate() counts the layers of the decoder's cache, in transformers 5.17 and
-        # 5.23.  The encoder, which has this number of layers, has its own configuration.
+        # By the encoder's number generate() counts the layers of the decoder's cache, up to 5.23.
         model.config.num_layers = config.num_decoder_layers
     # generate() would take all else from there, too, say a repetition_penalty: another rule.
     names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
@@ -223,7 +222,6 @@ def table2(k, models, gram):
 
     k: k_11 for one model, (k_11, k_12, k_22) for two, (k_11, k_12, k_13, k_22, k_23, k_33) for
     three.  models: how many there are.  gram: whether Max-Gram is the last stage.
-    Where k_12 = k_11 the second model drafts for the first one only.
     """
     counts = np.ravel(k)
     wanted = models * (models + 1) // 2

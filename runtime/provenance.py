@@ -10,8 +10,6 @@ from pathlib import Path
 import torch
 import transformers
 
-ROOT = Path(__file__).resolve().parent.parent
-
 def provenance(device):
     """What rows say of the code and the machine -> dict"""
     cpuinfo = Path("/proc/cpuinfo")
@@ -25,10 +23,11 @@ def provenance(device):
 
 def commit():
     """The commit of this code, "+changes" where files differ from it; "unknown" without git."""
-    git = partial(subprocess.check_output, cwd=ROOT, text=True, stderr=subprocess.DEVNULL)
+    git = partial(subprocess.check_output, cwd=Path(__file__).resolve().parent, text=True,
+                  stderr=subprocess.DEVNULL)
     try:
         # Rows that were measured a moment ago change nothing of what is measured now.
-        changed = git(["git", "status", "--porcelain", "--untracked-files=no", "--", ":!docs"])
+        changed = git(["git", "status", "--porcelain", "--untracked-files=no", "--", ":/!docs"])
         head = git(["git", "rev-parse", "--short=10", "HEAD"]).strip()
         return head + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
