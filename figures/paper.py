@@ -9,6 +9,7 @@ figures/runs.py has the runs and how long each takes.  Comments in a page, which
 name the source of what follows them; `write` fills it in, `check` compares it:
 
     <!--printed main-->                     a block, what bench.py prints of a run
+    <!--claims-->                           rows of docs/results.md's first table, by their claims
     <!--table main: paper, speedup, tau-->...<!--end-->     the keys of a table's columns after the
                                                             first, the method; "paper": by hand
     <!--main speedup: glide x cape-->1.81                   a figure of a method, as precise as it
@@ -188,16 +189,28 @@ def printed(match):
         bench.print_table(list(rows), list(rows.values()))
     return match[1] + out.getvalue()
 
+def claims(match):
+    """A match of CLAIMS -> the same with the rows of docs/results.md's first table, as shown there"""
+    shown = re.sub(r"<!--.*?-->", "", (ROOT / "docs" / "results.md").read_text(encoding="utf-8"))
+    rows = {}
+    for row in shown.splitlines():
+        if row.startswith("|"):
+            rows.setdefault(row.split("|")[1], row)
+    names = [row.split("|")[1] for row in match[2].splitlines()]
+    return match[1] + "".join(f"{rows[name]}\n" for name in names)
+
 # ---------------------------------------------------------------- pages
 TABLE = re.compile(r"<!--table (\S+): ([^>]+)-->\n(.*?)<!--end-->", re.S)
 PRINTED = re.compile(r"(<!--printed (\S+)-->\n```\n).*?(?=```)", re.S)
+CLAIMS = re.compile(r"(<!--claims-->\n\n)((?:\|.*\n)+)")
 NUMBER = r"[+−-]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 MARKED = re.compile(rf"<!--([\w/.-]+) ([^:<>]+): ([^<>]+?)-->(open\b|{NUMBER})((?:x|×| ?%)?)"
                     rf"( \[{NUMBER}, {NUMBER}\])?")
 REPRODUCED = re.compile(r"<!--reproduced ?([\d.]*)-->(yes|partly|no|open)\b")
 
 def pages():
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    # README.md, which quotes docs/results.md, comes last.
+    return [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
 
 def as_written(value, text):
     """A value, as precise as the number `text`, and in its form (.76, +0.17, −0.3)."""
@@ -250,7 +263,7 @@ def reproduced(line):
 
 def filled(text):
     """A page's text -> the same from the rows"""
-    text = PRINTED.sub(printed, TABLE.sub(table, text))
+    text = CLAIMS.sub(claims, PRINTED.sub(printed, TABLE.sub(table, text)))
     text = MARKED.sub(figure, text)
     return "\n".join(map(reproduced, text.split("\n")))
 

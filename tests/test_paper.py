@@ -79,6 +79,13 @@ def test_a_claim_is_reproduced_where_all_intervals_are_above(page):
                               (above, " 2.5", "no"), (unknown, "", "open")):
         assert page(f"|{cells}|<!--reproduced{null}-->open|\n").endswith(f"-->{word}|\n")
 
+def test_readme_quotes_the_claims_of_the_results(page):
+    claim = "|A|<!--run tau: d x fast-->0.0|<!--reproduced-->open|\n"
+    (paper.ROOT / "docs" / "results.md").write_text(f"|B|1|\n{claim}")
+    (paper.ROOT / "README.md").write_text("<!--claims-->\n\n|A|\n\nend\n")
+    page("")
+    assert (paper.ROOT / "README.md").read_text() == "<!--claims-->\n\n|A|3.0|open|\n\nend\n"
+
 # ---------------------------------------------------------------- the papers' columns
 def test_formulas():
     assert columns.expected_speedup(0.648, 0.067, 5) == pytest.approx(1.97, abs=5e-3)    # Table 1
