@@ -190,7 +190,7 @@ def printed(match):
     return match[1] + out.getvalue()
 
 def claims(match):
-    """A match of CLAIMS -> the same with the rows of docs/results.md's first table, as shown there"""
+    """A match of CLAIMS -> the same with its rows as docs/results.md shows them"""
     shown = re.sub(r"<!--.*?-->", "", (ROOT / "docs" / "results.md").read_text(encoding="utf-8"))
     rows = {}
     for row in shown.splitlines():
