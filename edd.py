@@ -218,12 +218,8 @@ class EDD(nn.Module):
         return kl(labels, logits)
 
 # ---------------------------------------------------------------- decoding
-# softmax, write, place, reserve and has_other_weights are those of glide.py, so that each file can
-# be copied alone.
-def softmax(logits, temperature=1.0):
-    """Logits (m, V) -> probabilities, where no rule of decoding says otherwise."""
-    return (logits.float() / temperature).softmax(-1)
-
+# write, place, reserve and has_other_weights are those of glide.py, so that each file can be copied
+# alone.
 def write(store, slots, end, k, v):
     """Write KV entries k, v (1, n_kv, m, d) at slots (m,) -> all keys, all values before `end`
 
@@ -250,9 +246,9 @@ class Drafter:
         # The KV entries of committed tokens, then those of this round's nodes
         heads = len(weight) // attention.head_dim
         self.store = weight.new_zeros(2, 1, heads, 0, attention.head_dim)
-        self.reset()
+        self.reset(probs=None)
 
-    def reset(self, probs=softmax):
+    def reset(self, probs):
         """Begin a sequence.  probs(logits (m, V), temperature) -> probabilities (m, V)"""
         self.probs = probs
         self.t = 0                       # number of committed tokens: all have entries in the store
@@ -384,6 +380,7 @@ def main():
         trained = model.head(model(ids[None], hidden, 5))[0].softmax(-1)       # (15, V)
     # Ten tokens are committed.  The last block of five is drafted.
     drafter = Drafter(model)
+    drafter.reset(probs=lambda logits, temperature: logits.softmax(-1))
     view = SimpleNamespace(tokens=ids[:10], length=10, hidden={3: hidden[0, :10]})
     drafter.begin(view, root_id=10)
     drafted = drafter.expand(ids[10:], [-1, 0, 1, 2, 3])                       # (5, V)

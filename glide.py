@@ -287,12 +287,8 @@ class Glide(nn.Module):
         return F.kl_div(log_p_draft, log_p_target, reduction="sum", log_target=True)
 
 # -------------------------------------------------- decoding
-# softmax, write, place, reserve and has_other_weights are those of edd.py, so that each file can be
-# copied alone.
-def softmax(logits, temperature=1.0):
-    """Logits (m, V) -> probabilities, where no rule of decoding says otherwise."""
-    return (logits.float() / temperature).softmax(-1)
-
+# write, place, reserve and has_other_weights are those of edd.py, so that each file can be copied
+# alone.
 def write(store, slots, end, k, v):
     """Write KV entries k, v (1, heads, m, d) of one layer at slots (m,) -> its keys, its values
 
@@ -315,9 +311,9 @@ class Drafter:
         self.device = weight.device
         # The drafter's own KV entries: of committed tokens, then of this round's nodes
         self.store = weight.new_zeros(c.layers, 2, 1, c.heads, 0, c.width // c.heads)
-        self.reset()
+        self.reset(probs=None)
 
-    def reset(self, probs=softmax):
+    def reset(self, probs):
         """Begin a sequence.  probs(logits (m, V), temperature) -> probabilities (m, V)"""
         self.probs = probs
         self.t = 0                       # number of committed tokens
@@ -471,6 +467,7 @@ def main():
         trained = model.head(model(ids[None], {1: (k, v)}))[0].softmax(-1)     # (15, V)
     # Ten tokens are verified.  The last block of five is drafted.
     drafter = Drafter(model)
+    drafter.reset(probs=lambda logits, temperature: logits.softmax(-1))
     view = SimpleNamespace(tokens=ids[:10], length=10, kv={1: (k[:, :, :10], v[:, :, :10])})
     drafter.begin(view, root_id=10)
     drafted = drafter.expand(ids[10:], [-1, 0, 1, 2, 3])                       # (5, V)

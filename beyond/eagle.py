@@ -97,7 +97,7 @@ class Eagle(nn.Module):
 class Drafter(edd.Drafter):
     """Drafts with EAGLE, by the contract of a drafter in verify.py."""
 
-    def reset(self, probs=edd.softmax):
+    def reset(self, probs):
         """As edd.Drafter.reset."""
         super().reset(probs)
         # The target's feature of the last committed token, then the predicted one of each node
