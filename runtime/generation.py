@@ -6,8 +6,8 @@
 The arguments of generate() keep their meaning: lengths, sampling, logits processors, stopping
 criteria, stop strings, streamers, caches, scores and logits, an encoder's outputs, pipelines, and
 several sequences: left-padded prompts, or num_return_sequences (beyond/batch.py).  What cannot be
-served raises a UserError, which says what to do.  In float32 greedy decoding gives token for token
-what generate() gives without custom_generate; samples follow the same distribution.
+served is a UserError.  In float32 greedy decoding gives token for token what generate() gives
+without custom_generate; samples follow the same distribution.
 
 Differences from generate():
  1. The model decodes in evaluation mode: dropout is off.  Afterwards each module is in its mode.
@@ -35,7 +35,7 @@ from runtime.load import difference
 from runtime.program import UserError
 from runtime.targets import any_target, forced, with_source, with_vocabulary
 
-CACHES = {cache_utils.DynamicCache, cache_utils.StaticCache, EncoderDecoderCache}
+CACHES = {cache_utils.DynamicCache, cache_utils.StaticCache, EncoderDecoderCache, type(None)}
 # Logits processors that depend only on the scores.  All others may look at the tokens before, too,
 # and these differ from node to node of a tree.
 SCORE_ONLY = {getattr(generation, name, None) for name in """
@@ -65,8 +65,6 @@ class Signature:
     custom_generate names it; but then it looks for it in the arguments.  So it is put back there.
     """
     def __get__(self, fast, owner=None):
-        if fast is None:
-            raise AttributeError("__signature__")
         found = locals_of(GenerationMixin._extract_generation_mode_kwargs)
         if found and "tokenizer" in found.get("generation_mode_kwargs", ()):
             found["kwargs"]["tokenizer"] = found["generation_mode_kwargs"]["tokenizer"]
@@ -103,8 +101,11 @@ class speculative:
                           caller["streamer"], config, target.vocab)
                 check_given(target, row, config, caller, of_row)
                 rows.append(row)
-            # A sequence that is alone has a cache to return.
-            cache = cache_of(model_kwargs) if B == 1 else None
+            # A sequence that is alone returns the cache that generate() has prepared or was given.
+            cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
+            cache = cache if B == 1 else None
+            refuse((type(cache) not in CACHES, f"a {type(cache).__name__} may decode otherwise: "
+                    "give a DynamicCache or a StaticCache"))
             for done in self.rounds(target, rows, limit, over):
                 for b, one in done.items():
                     rows[b].hear(one)
@@ -150,8 +151,7 @@ class speculative:
     def target_for(self, model, caller, model_kwargs):
         """The Target of the model in its present state."""
         made_for = getattr(getattr(self.drafter, "model", None), "made_for", None)
-        differs = made_for and difference(made_for, model)
-        if differs:
+        if made_for and (differs := difference(made_for, model)):
             warn(f"the drafter was trained for another model ({differs})")
         encoded = model_kwargs.get("encoder_outputs"), model_kwargs.get("attention_mask")
         target, source = any_target(model, encoded=encoded), caller["inputs_tensor"]
@@ -202,8 +202,7 @@ def check_supported(model, input_ids, config, caller):
         (mode not in ("greedy_search", "sample"), f"{mode.value} is not served: choose greedy "
          "decoding or sampling"),
         (not input_ids.numel(), "inputs_embeds is not served: give input_ids"),
-        (caller["synced_gpus"] or synced, "synced_gpus is not served, as ranks decode in rounds of "
-         "their own: give each rank the whole model"),
+        (caller["synced_gpus"] or synced, "synced_gpus is not served: give each rank all weights"),
         (getattr(model._sample, "__func__", None) is not GenerationMixin._sample,
          f"{type(model).__name__} decodes in a way of its own: decode without custom_generate"),
         (config.return_dict_in_generate and asked, f"{asked} is not served: leave it out"),
@@ -261,13 +260,6 @@ def copy_of(cache):
         tensors = {name: x for name, x in vars(layer).items() if torch.is_tensor(x)}
         vars(layer).update({name: x.detach().clone() for name, x in tensors.items()})
     return other
-
-def cache_of(model_kwargs):
-    """The cache that generate() has prepared or was given, or None; UserError for what is wrong."""
-    cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
-    refuse((cache is not None and type(cache) not in CACHES, f"a {type(cache).__name__} may decode "
-            "otherwise than the model: give a DynamicCache or a StaticCache"))
-    return cache
 
 def fill(cache, target, row):
     """Append the target's entries of a row, but for its last token, to a cache that holds some."""
@@ -362,8 +354,9 @@ class Row(verify.Rule):
     def hear(self, one):
         """Hear a Round's tokens, up to one that meets a criterion."""
         new = torch.tensor([one.new], device=self.sequence.device)
-        before, heard = self.sequence, 0
-        for node in (one.path or [0])[:len(one.new)]:          # the prefill's round has no path
+        nodes = (one.path or [0])[:len(one.new)]               # the prefill's round has no path
+        before = self.sequence
+        for heard, node in enumerate(nodes, 1):
             scores, logits = self.scores[node:node + 1], self.logits[node:node + 1]    # (1, V)
             if not self.greedy and scores.softmax(-1).isnan().any():   # torch.multinomial's words
                 raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
@@ -371,7 +364,6 @@ class Row(verify.Rule):
                 self.all_scores += (scores.clone(),)
             if self.all_logits is not None:
                 self.all_logits += (logits.clone(),)
-            heard += 1
             self.sequence = torch.cat((before, new[:, :heard]), 1)
             # All criteria are asked, as they may remember what they saw.
             self.met = bool(self.criteria(self.sequence, self.all_scores).all())

@@ -14,7 +14,6 @@ refused.  docs/families.md lists what is served.
 from functools import partial
 from inspect import signature
 from threading import Lock
-from types import MethodType
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,9 +30,6 @@ from verify import Target, TreeCache
 TREE = [-1, 0, 0, 0, 1, 2, 3], [[0, 1, 4], [0, 2, 5], [0, 3, 6]]
 CHAIN = [-1, 0, 1, 2], [[0, 1, 2, 3]]
 WINDOW = 3               # the length of windows and chunks in the proof, whose texts are short
-# The methods by which a class, or an instance that was changed, decodes in generate()
-STEPS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample",
-         "forward")
 
 # ---------------------------------------------------------------- what a configuration says
 def stated(config, *names, default=None):
@@ -79,8 +75,10 @@ def state_of(model):
     kinds = {(p.dtype, p.device) for p in model.parameters()}
     device = device_of(model).type
     autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    # A bound method is a new object at each look; the ids keep no model alive.
-    steps = [getattr(model, name) for name in STEPS]
+    # By these a class, or an instance that was changed, decodes in generate().  A bound method is a
+    # new object at each look; the ids keep no model alive.
+    steps = (model.prepare_inputs_for_generation, model._update_model_kwargs_for_generation,
+             model._sample, model.forward)
     steps = [id(getattr(step, "__func__", step)) for step in steps]
     return kinds, autocast, str(vars(model.config.get_text_config())), steps
 
@@ -144,12 +142,11 @@ class AnyTarget(Target):
         if "flash" in kernel or "flex" in kernel:              # some abort the process by a mask
             raise UserError(f'{kernel} takes no mask: load with attn_implementation="sdpa"')
         self.keeps_logits = "logits_to_keep" in signature(model.forward).parameters
-        # On H100 and B200 torch prefers cuDNN's attention, which builds a plan for each new length
-        # (23 to 440 ms), as each round has: check_prefer_cudnn_attention, ATen's sdp_utils.cpp.
+        # On H100 and B200 torch prefers cuDNN's, which plans for 23 to 440 ms at each new length.
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.dtype = model.dtype
         self.known_ids = self.vocab = self.config.vocab_size
-        self.context = self.capacity = context_of(self.config)
+        self.capacity = context_of(self.config)
         with self.proving:
             state = state_of(model)
             if self.proven.get(model, [None])[0] != state:
@@ -157,7 +154,7 @@ class AnyTarget(Target):
         self.verifies_trees, self.folds, self.first, self.layers = self.proven[model][1]
         self.windows, _ = windows_of(self.config)
         self.vocab = vocab or self.known_ids
-        self.capacity = min(capacity or self.context, self.context)
+        self.capacity = min(capacity or self.capacity, self.capacity)
         self.prepare()
 
     def prepare(self):
@@ -233,8 +230,8 @@ class AnyTarget(Target):
                         "PEFT, LoRA is served)")
 
     def decodes(self):
-        """Whether the logits after a prompt, after each node of a tree or a chain, and after a
-        token that follows its last path are those of generate(), which is made to write each path.
+        """Whether the logits after a prompt, each node of a tree or chain, and a token that follows
+        its last path are those of generate(), which is made to write each path.
         """
         parents, paths = TREE if self.verifies_trees else CHAIN
         # Some models number positions without the padding token's.
@@ -260,25 +257,21 @@ class AnyTarget(Target):
         finite = own.isfinite() & (own > -1e30)                # some may have -inf, or nearly
         x, y = [torch.where(finite, of_any, 0).float() for of_any in (logits, own)]
         errors = (x - y).norm(dim=1) / (y - y.mean(1, keepdim=True)).norm(dim=1)
-        # In half precision, which may be autocast's, the routing of an MoE can flip for single
-        # nodes: the median.
+        # In half precision, also by autocast, an MoE may route single nodes otherwise: the median.
         exact = all(torch.finfo(k.dtype).bits > 16 for k, _ in self.cache.kv.values())
         return bool(errors.max() < 1e-3 if exact else errors.median() < 0.1)
 
     def own_logits(self, ids, following):
-        """generate()'s own logits after ids, and after each of `following` -> (k + 1, V)
-
-        Sets `first`, by the position_ids that the model is given.
-        """
-        positions = []
-        handle = self.model.register_forward_pre_hook(
-            lambda model, given, how: positions.append(how.get("position_ids")), with_kwargs=True)
+        """generate()'s logits after ids and after each of `following` (k + 1, V).  Sets first."""
         config = GenerationConfig(max_new_tokens=len(following) + 1, decoder_start_token_id=ids[0])
         how = {"inputs": torch.tensor([ids], device=self.device)}
         if self.encoder_decoder:
             self.encode([0, 1])                                # any text
             how = {"encoder_outputs": self.encoded, "attention_mask": self.mask,
                    "decoder_input_ids": how["inputs"]}
+        positions = []
+        handle = self.model.register_forward_pre_hook(
+            lambda model, given, how: positions.append(how.get("position_ids")), with_kwargs=True)
         try:
             # Nothing of the model's own generation_config is part of a forward.
             with changed(self.model, generation_config=GenerationConfig()):
@@ -317,9 +310,9 @@ class AnyEncoderDecoder(AnyTarget):
     """An encoder-decoder target, such as FLAN-T5 (Cascade Speculative Drafting, section 5.2).
 
     It verifies chains only: positions in the decoder follow the cache, not the depth in a tree.
-    The encoder reads the prompt once; the decoder begins with its start token.  Where `encoded` is
-    given, encoder outputs and their attention mask, the encoder has run already, and a prompt is
-    the decoder's.  source: the ids that the encoder has read, or None.
+    The encoder reads the prompt, and the decoder begins with its start token; unless `encoded` is
+    given, encoder outputs and their attention mask: then a prompt is the decoder's.  source: the
+    ids that the encoder has read, or None.
     """
     encoder_decoder = True
 
@@ -368,5 +361,5 @@ def with_source(drafter, target):
             drafter.encode(target.source)
 
     if hasattr(drafter, "encode"):
-        drafter.reset = MethodType(reset, drafter)             # a copy's will be the copy's
+        drafter.reset = partial(reset, drafter)                # a copy's will be the copy's
     return drafter
