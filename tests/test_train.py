@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from conftest import Positional, plain, tiny, weighty
 from helpers import TEXT, batch_of, mean_loss, refused, write_rows
+from safetensors.torch import load_file
 from torch.multiprocessing import start_processes
 
 import train
@@ -120,6 +121,8 @@ def test_training_learns_and_writes_a_log_and_drafters(target, tmp_path):
     model, tokenizer = load.load_target(target / "model", "float32", "cpu")
     assert about["target"] == load.fingerprint(model, tokenizer)
     # What was saved is what was trained: measured again, it drafts as well, but for bfloat16.
+    weights = load_file(out / "glide" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
     drafter, _ = families.load(out / "glide", model)
     assert drafter.temperature == last["glide"]["temperature"] != 1
     data = documents.load([out / "data"], tokenizer, (None, None), {}, None)
@@ -165,7 +168,8 @@ def start(text, model, tokens=np.arange(12)):
 @pytest.mark.parametrize("text, expected", [
     ("glide", {"layers_read": (2,), "norm": True, "glimpse": True, "loss": "kl", "width": 32}),
     ("glide(layers=2, width=24, block=3)", {"layers_read": (1, 2), "width": 24, "block": 3}),
-    ("vdm(loss='ce')", {"encoding": False, "loss": "ce"}), ("medusa(heads=2)", {"heads": 2}),
+    ("vanilla", {"glimpse": False}), ("medusa(heads=2)", {"heads": 2}),
+    ("vdm(loss='ce')", {"encoding": False, "loss": "ce"}),
     ("edd(hidden=2, blocks=(5, 5))", {"hidden": 2, "blocks": (5, 5), "encoding": True}),
     ("vanilla-shared(feed_forward=24, words=5)", {"feed_forward": 24, "glimpse": False})])
 def test_calls_become_their_settings(text, expected, llama):
@@ -173,7 +177,7 @@ def test_calls_become_their_settings(text, expected, llama):
     assert {key: config[key] for key in expected} == expected
 
 def test_a_drafter_starts_from_the_target_where_the_widths_agree():
-    """By copies of its embedding and head."""
+    """By copies of its embedding and head.  A list of words has those that are learned."""
     model = tiny("llama").float()
     embed, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     wide = start("glide", model)
@@ -181,6 +185,8 @@ def test_a_drafter_starts_from_the_target_where_the_widths_agree():
     assert wide.head.weight.data_ptr() != head.data_ptr()
     other = start("glide(tables='random')", model)
     assert not torch.equal(other.head.weight, head)
+    listed = start("glide-shared(words=2)", model, np.array([~9, ~9, ~9, 4, 4, 7]))
+    assert listed.between.words.tolist() == [4, 7]
 
 # ---------------------------------------------------------------- pieces, steps, parts
 def test_pieces_are_documents_or_batches_of_them():
