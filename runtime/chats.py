@@ -35,8 +35,7 @@ VICUNA = (
     "{% for turn in messages %}"
     "{% if turn.role == 'user' %}USER: {{ turn.content }} "
     "{% elif loop.first and turn.role == 'system' %}{{ turn.content }} "
-    "{% else %}ASSISTANT: {{ turn.content }}{{ eos_token }}{% endif %}"
-    "{% endfor %}"
+    "{% else %}ASSISTANT: {{ turn.content }}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}")
 TEMPLATES = {"question": QUESTION, "vicuna": VICUNA}
 
@@ -49,12 +48,10 @@ def template_of(name, tokenizer, arguments=None):
     if not isinstance(arguments, dict):
         raise UserError("--template-args is no JSON object, as '{\"enable_thinking\": false}' is")
     try:
-        if name in TEMPLATES:
-            source = TEMPLATES[name]
-        elif name is not None:
-            source = Path(name).read_text(encoding="utf-8-sig")
-        else:
+        if name is None:
             source = tokenizer.get_chat_template() if tokenizer.chat_template else QUESTION
+        else:
+            source = TEMPLATES.get(name) or Path(name).read_text(encoding="utf-8-sig")
         return {**arguments, "chat_template": source}
     except (OSError, ValueError) as why:                 # ValueError: several, and no default
         raise UserError(f"--template {name or 'is missing'} ({first_line(why)}): choose "
@@ -113,14 +110,18 @@ def answers_in(chat, tokenizer, template, tools):
         return [(whole, [span for _, span in found])]
     return [(text, [span]) for text, span in found]
 
-def only_answers(ids, offsets, spans):
-    """Token ids of a text -> array (n,), with ~id for each token that belongs to no answer.
+def ids_of(text, tokenizer, spans=None, add_special_tokens=False):
+    """A text -> array (n,) of token ids, with ~id for each token that belongs to no answer.
 
-    offsets: (start, end) in the text, of each token.  spans: (start, end) of each answer: from the
-    first token that reaches into it to the last that ends within it.
+    spans: (start, end) in the text, of each answer: from the first token that reaches into it to
+    the last that ends within it.  None: all is one.  Templates write special tokens themselves.
     """
-    ids = np.array(ids, "i4")
-    ends = np.array(offsets[:len(ids)]).reshape(-1, 2)[:, 1]
+    encoded = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False,
+                        return_offsets_mapping=spans is not None)
+    ids = np.array(encoded["input_ids"], "i4")
+    if spans is None:
+        return ids
+    ends = np.array(encoded["offset_mapping"]).reshape(-1, 2)[:, 1]
     ends = np.maximum.accumulate(ends)                   # a special token's may be 0
     is_label = np.zeros(len(ids), bool)
     for start, end in spans:
@@ -128,20 +129,16 @@ def only_answers(ids, offsets, spans):
     return np.where(is_label, ids, ~ids)
 
 def text_ids(turns, tokenizer):
-    """A text, of which a prompt may be the first turn -> list of token ids, without an end of text.
+    """A text, of which a prompt may be the first turn -> list of token ids.
 
     It has one begin, and none of the ends that tokenizers append.
     """
     text = "".join(turn.content for turn in turns)
     begins = text.startswith(tokenizer.bos_token or "\0")
-    encoded = tokenizer(text, add_special_tokens=not begins, verbose=False,
-                        return_offsets_mapping=len(turns) > 1)
-    ids = encoded["input_ids"]
+    spans = [(len(turns[0].content), len(text))] if len(turns) > 1 else None
+    ids = ids_of(text, tokenizer, spans, add_special_tokens=not begins).tolist()
     while ids and ids[-1] == tokenizer.eos_token_id:
         ids.pop()
-    if len(turns) > 1:
-        answer = len(turns[0].content), len(text)
-        ids = only_answers(ids, encoded["offset_mapping"], [answer]).tolist()
     return ids
 
 def encode(document, tokenizer, template):
@@ -150,22 +147,17 @@ def encode(document, tokenizer, template):
     What is no label comes as ~id: it is read, but not learned.  A text ends with one end of text, a
     chat as its template says, token ids as they are.  LeftOut where there is no label.
     """
-    turns = document.turns
+    turns, end = document.turns, tokenizer.eos_token_id
     if not any(turn.learned and turn.content for turn in turns):
         raise LeftOut(document.note or f"no answer to learn is in {document.form} "
                                        f"(its fields: {', '.join(document.row)})")
     if turns[0].role == "ids":
         parts = [[i if turn.learned else ~i for turn in turns for i in turn.content]]
     elif turns[0].role == "text":
-        end = tokenizer.eos_token_id
         parts = [text_ids(turns, tokenizer) + ([] if end is None else [end])]
     else:
-        parts = []
-        for text, spans in answers_in(turns, tokenizer, template, document.row.get("tools")):
-            # The template has written what a tokenizer puts before a text.
-            encoded = tokenizer(text, add_special_tokens=False, verbose=False,
-                                return_offsets_mapping=True)
-            parts.append(only_answers(encoded["input_ids"], encoded["offset_mapping"], spans))
+        parts = [ids_of(text, tokenizer, spans) for text, spans in
+                 answers_in(turns, tokenizer, template, document.row.get("tools"))]
     # The first token of a document is no label: nothing predicts it.
     parts = [np.array(ids, "i4") for ids in parts if (np.array(ids[1:]) >= 0).any()]
     if not parts:
@@ -195,7 +187,7 @@ def questions(document, tokenizer, template, answer=None):
         chat.append(turn)
         if turn.role == "user":
             text = chat_text(chat, tokenizer, template, document.row.get("tools"), ask=True)
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = ids_of(text, tokenizer).tolist()
             yield ids
     if ids is None:
         raise LeftOut(document.note or f"no question is in {document.form}")

@@ -64,10 +64,7 @@ def parsed(text, path=None, number=1):
     return value
 
 def rows_of(path):
-    """Yield (number, row) for the rows of a file.  number: of its line.
-
-    A JSON value of several lines is one row; so is a text, as {"text": ...}.
-    """
+    """Yield (number of its line, row) for the rows of a file.  A text is the row {"text": ...}."""
     suffix = suffix_of(path)
     if suffix in (".csv", ".tsv"):
         raise UserError(f"{path} is a table: make JSON lines of it, by pandas' "

@@ -51,7 +51,6 @@ CALLS = ("tool_calls", "function_call")
 LEARNED = ("weight", "loss", "loss_mask", "train", "trainable")      # off: it is not learned
 OFF = ("0", "0.0", "-1", "false", "no", "off")           # a flag that says no, as a string
 TEXT_PARTS = ("text", "input_text", "output_text")       # types of the parts of a content
-HELD_OUT = 50                                            # every fiftieth row is held out
 
 # role: user, assistant, system or tool in a chat; else "text" or "ids".  content: a string, or a
 # list of token ids.  learned: whether its tokens are labels.  more: other fields of a message, for
@@ -124,9 +123,8 @@ def turn_of(message):
     return Turn(role, content, learned, more)
 
 def turns_of(row, name, role=None):
-    """A field of a row as turns of a chat.
+    """A list of messages, of pairs, or of strings, which a user says, or JSON of these -> [Turn]
 
-    It is a list of messages, of pairs, or of strings, all of which a user says; or JSON of these.
     role: whose turn it is where it is just text.
     """
     value = row[name]
@@ -218,23 +216,21 @@ def tidied(turns):
     return kept, note
 
 def document_of(row, place, kind, number):
-    """A row as a Document.  kind: where it names none.  number: of the row, for held_out."""
+    """A row as a Document.  kind: where it names none.  number: every fiftieth is held out."""
     if isinstance(row, (str, list)):
         row = {"text" if isinstance(row, str) else "messages": row}
     row = lowered(row) if isinstance(row, dict) else {}
-    held_out = not is_off(row.get("held_out", number % HELD_OUT == 0))
+    held_out = not is_off(row.get("held_out", number % 50 == 0))
     named = row.get(first_of(KINDS, row))
     kind = str(named) if isinstance(named, (str, int)) else kind
     fields, note = [], None
     try:
         fields, turns = turns_in(row)
-        roles = {turn.role for turn in turns}
-        if roles.isdisjoint(("text", "ids")):
-            system = first_of(SYSTEM, row)
-            if system and "system" not in roles:
-                turns.insert(0, Turn("system", string_of(row, system), False))
-                fields.insert(0, system)
-            turns, note = tidied(turns)
+        system = first_of(SYSTEM, row)
+        if system and {"system", "text", "ids"}.isdisjoint(turn.role for turn in turns):
+            turns.insert(0, Turn("system", string_of(row, system), False))
+            fields.insert(0, system)
+        turns, note = tidied(turns)
     except LeftOut as left_out:
         turns, note = [], str(left_out)
     return Document(place, kind, held_out, " + ".join(fields), turns, note, row)

@@ -50,26 +50,21 @@ def turns(*contents, role="role", content="content", names=("user", "assistant")
 U, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 QA = "<user>q|<assistant>⟦a|⟧"
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
-PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 # A row -> what is learned from it; or, after "left out", words of the reason
 ROWS = [
-    ({"conversations": turns("q", "a", role="from", content="value", names=("human", "gpt"))}, QA),
-    ({"Messages": turns("q", "a", names=("User", "MODEL"))}, QA),
+    ({"Conversations": turns("q", "a", role="From", content="value", names=("Human", "gpt"))}, QA),
     ({"messages": json.dumps([U, A])}, QA),
     ({"conversation": [{"human": "q", "assistant": "a"}]}, QA),
-    ({"messages": turns("q", "a", "b", "c")}, "<user>q|<assistant>⟦a|⟧<user>b|<assistant>⟦c|⟧"),
-    ({"system": "s", "conversations": [U, A]}, "<system>s|" + QA),
+    ({"system": "s", "conversations": [A, U, A]}, "<system>s|" + QA),
     ({"messages": turns("q", names=("critic",))}, "left out: a role is unknown: critic"),
     ({"contents": [{"role": "user", "parts": [{"text": "q"}]},
-                   {"role": "model", "parts": [{"text": "a"}]}]}, QA),
+                   {"role": "model", "parts": [{"text": "a"}, {"type": "text", "text": "b"}]}]},
+     "<user>q|<assistant>⟦ab|⟧"),
     (U, "left out: it is a single message"),
-    ({"messages": [U, {**A, "weight": 0}, U, {**A, "weight": "1.0", "train": "yes"}]},
-     "<user>q|<assistant>a|<user>q|<assistant>⟦a|⟧"),
-    *[({"messages": [U, {**A, name: value}]}, "left out: no answer to learn is in messages")
-      for name, value in (("weight", -1), ("train", "False"), ("loss_mask", 0))],
-    ({"messages": [{"role": "system", "content": "s"}, A, U, A]}, "<system>s|" + QA),
-    ({"messages": turns("q", PARTS)}, "<user>q|<assistant>⟦ab|⟧"),
-    ({"messages": turns("q", [{"type": "reasoning_text", "text": "r"}, *PARTS])},
+    ({"messages": [U, {**A, "weight": -1}, U, {**A, "train": "False"}, U, {**A, "loss_mask": 0},
+                   U, {**A, "weight": "1.0", "train": "yes"}]}, "<user>q|<assistant>a|" * 3 + QA),
+    ({"question": "q", "reply": "a"}, "left out: no answer to learn is in question (its fields: q"),
+    ({"messages": turns("q", [{"type": "reasoning_text", "text": "r"}])},
      "left out: content has a part of type reasoning_text"),
     ({"messages": [U, A, U, CALL, {"role": "tool", "content": "5"}, A]}, QA + "<user>q|"),
     ({"messages": [U, {**A, "tool_calls": []}, {"role": "function", "content": "5"}, A]},
@@ -97,20 +92,16 @@ ROWS = [
 TWO = [{"text": "a"}, {"text": "b\u2028c"}]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in TWO)
 MARKED = ["⟦a</s>⟧", "⟦b\u2028c</s>⟧"]
-ANSWERED = "Question: q\nAnswer:⟦ a\n</s>⟧"
 BOM = "\ufeff"
 # The name of a file, its content -> what is learned; or words of the sentence
 FILES = [
-    ("x.JSONL", LINES.replace("\n", "\r\n"), MARKED),
-    ("x.jl", BOM + LINES, MARKED),
+    ("x.JSONL", BOM + LINES.replace("\n", "\r\n"), MARKED),
     ("x.json", json.dumps(TWO, indent=1), MARKED),
-    ("x.json", json.dumps([U, A]), [ANSWERED]),
     ("x.jsonl.gz", gzip.compress(LINES.encode()), MARKED),
     ("x.jsonl", '"a"\n\n"b\u2028c"\n', MARKED),
-    ("x.jsonl", json.dumps([U, A]) + "\n" + json.dumps([U, A]), [ANSWERED] * 2),
+    ("x.jl", f"{json.dumps([U, A])}\n" * 2, ["Question: q\nAnswer:⟦ a\n</s>⟧"] * 2),
     ("x.txt", BOM + "\na text\n", ["⟦\na text\n</s>⟧"]),
     ("x", "[1] a text", ["⟦[1] a text</s>⟧"]),
-    ("x.jsonl", "\n", "holds no text to learn from"),
     ("x.jsonl", '{"ids": [7, 999]}', "row 1 of .* holds token id 999"),
     ("x.csv", "q,a\n", "make JSON lines of it, by pandas"),
     ("x.txt", LINES.encode("utf-16"), "NUL bytes: it is UTF-16"),
@@ -148,8 +139,6 @@ ENDS_NO_LAST_TURN = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if 
 FOUR = turns("add a", "a + b", "return", "return b")
 # A template, and a chat -> what is learned: a text, or several
 LABELS = [
-    (chats.QUESTION, FOUR, "Question: add a\nAnswer:⟦ a + b\n</s>⟧Question: return\n"
-                             "Answer:⟦ return b\n</s>⟧"),
     (THINKS, FOUR, ["<user>add a|<assistant>⟦(thought) a + b|⟧",
                     "<user>add a|<assistant>a + b|<user>return|"
                     "<assistant>⟦(thought) return b|⟧"]),
@@ -213,7 +202,8 @@ def test_what_a_template_can_read_reaches_it(tokenizer, tmp_path):
 def test_labels_are_found_by_the_ends_of_tokens():
     """From the first token that reaches into an answer; a special token's offset may be (0, 0)."""
     offsets = [(0, 0), (0, 4), (4, 6), (6, 9), (0, 0), (9, 12)]
-    found = chats.only_answers(range(6), offsets, [(5, 9)])
+    encoded = {"input_ids": range(6), "offset_mapping": offsets}
+    found = chats.ids_of("", lambda text, **how: encoded, [(5, 9)])
     assert np.array_equal(found, [~0, ~1, 2, 3, 4, ~5])
 
 # ---------------------------------------------------------------- prompts
@@ -232,8 +222,6 @@ def test_prompts_are_balanced_by_kind(tokenizer, tmp_path):
 QUESTIONS = [
     ({"turns": ["one", "two"]}, ["<user>one|<assistant>", "<user>one|<assistant>own|<user>two|"
                                  "<assistant>"]),
-    ({"messages": FOUR}, ["<user>add a|<assistant>",
-                          "<user>add a|<assistant>a + b|<user>return|<assistant>"]),
     ({"system": "s", "question": "q"}, ["<system>s|<user>q|<assistant>"]),
     ({"prompt": "def f():\n", "canonical_solution": "  pass"}, ["def f():\n"]),
     ({"prompt": "a"}, ["a"]),
