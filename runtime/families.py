@@ -68,9 +68,8 @@ def rope_by(angles, partner=rotate_half):
     angles: cos and sin (2, length, n).  partner: rotate_half where entries i and n + i are a pair,
     rotate_pairs where 2 i and 2 i + 1 are.
     """
-    table = torch.cat((angles, angles), -1)
-    if partner is rotate_pairs:
-        table = angles.repeat_interleave(2, -1)
+    by_pairs = partner is rotate_pairs
+    table = angles.repeat_interleave(2, -1) if by_pairs else torch.cat((angles, angles), -1)
 
     def rope(x, position):
         cos, sin = table.index_select(1, position).to(x.dtype)         # (T, 2 n) each

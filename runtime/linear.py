@@ -9,8 +9,6 @@ methods of bench.py gain alike: plain decoding, transformers' own, drafters, the
 A packed model is for inference.  Its weights must not be written to, because the blocks are a copy
 of them.  A copied or pickled module has no blocks, and with gradients F.linear computes, as before.
 """
-import platform
-
 import torch
 from torch import nn
 
@@ -36,8 +34,8 @@ def can_pack(module):
     """Whether a module is a plain nn.Linear whose products oneDNN is known to do faster."""
     if type(module) not in (nn.Linear, PackedLinear) or module.weight.device.type != "cpu":
         return False
-    is_x86 = platform.machine() in ("x86_64", "AMD64")
-    if not is_x86 or not torch.backends.mkldnn.is_available():
+    has_avx = "AVX" in torch.backends.cpu.get_cpu_capability()
+    if not has_avx or not torch.backends.mkldnn.is_available():
         return False
     if module.weight.dtype == torch.bfloat16:
         return torch.cpu._is_avx512_bf16_supported()
@@ -48,8 +46,8 @@ def pack(model, beside=None):
 
     beside: a model that takes turns with this one, so that both evict each other's weights.
     """
-    own = bytes_of(model)
-    others = bytes_of(beside) if beside else 0
+    own = sum(weight.nbytes for weight in model.parameters())
+    others = sum(weight.nbytes for weight in beside.parameters()) if beside else 0
     if own + others <= CACHE or own > LARGEST:
         return
     for module in model.modules():
@@ -57,8 +55,3 @@ def pack(model, beside=None):
             weight = module.weight.detach()
             module.blocks = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
             module.__class__ = PackedLinear
-
-def bytes_of(model):
-    """Bytes of all weights of linear modules."""
-    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    return sum(module.weight.nbytes for module in linear)

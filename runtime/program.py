@@ -1,5 +1,4 @@
 """What every program of this project needs: a sentence for a mistake, and exit status 2."""
-import functools
 import os
 import sys
 from pathlib import Path
@@ -15,7 +14,6 @@ def program(run):
 
     It is 0 by default; 2 after one sentence about a mistake; 130 after Ctrl-C.
     """
-    @functools.wraps(run)
     def main(argv=None):
         name = Path(run.__code__.co_filename).name
         if hasattr(sys.stdout, "reconfigure"):           # a terminal may lack some characters
