@@ -231,5 +231,5 @@ def read_prompts(paths, loaded, new_tokens, limit=None, template=None, template_
         loaded.notes.append(f"left out: {too_long} prompts that exceed the target's context")
     if not prompts:
         raise UserError(f"{' '.join(map(str, paths))}: no prompt is there, or none that fits the "
-                        f"target's context of {target.context} tokens")
+                        f"target's context of {target.capacity} tokens")
     return prompts

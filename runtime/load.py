@@ -215,7 +215,7 @@ def stage_of(loaded, name):
                                 "the target's family")
         linear.pack(model, beside=loaded.model)
         loaded.stages[name] = model
-    return loaded.wrap(loaded.stages[name], loaded.target.context, loaded.target.vocab)
+    return loaded.wrap(loaded.stages[name], loaded.target.capacity, loaded.target.vocab)
 
 def table2(k, models, gram):
     """Table 2's k -> the matrix K of Algorithm 1; the top of cascade.py has an example.
