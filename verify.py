@@ -95,7 +95,8 @@ class TreeCache(Cache):
         self.num_layers = layers
         self.allocated, self.length = 0, 0
         self.stack, self.kv = None, {}
-        self.slots, self.end = None, 0                         # of the next forward: step()
+        # The next forward writes its n nodes at slots (n,), and attends to entries [:end].
+        self.slots, self.end = None, 0
 
     def reserve(self, entries):
         """Allocate at least `entries` entries, and keep what is committed."""
@@ -115,11 +116,6 @@ class TreeCache(Cache):
         if before is not None:
             self.stack[:, :, :, :before.shape[3]] = before
         self.kv = {layer: list(pair) for layer, pair in enumerate(self.stack.split(2))}
-
-    def step(self, slots, end):
-        """Tell the next forward to write at slots (n,) and attend to entries [:end] -> self."""
-        self.slots, self.end = slots, end
-        return self
 
     # The model calls these three methods: they are the interface of transformers' caches.
     def update(self, k, v, layer, *args, **kwargs):
@@ -214,11 +210,12 @@ class Target:
         if mask is not None:
             mask = torch.where(mask, 0.0, -torch.inf)          # added to the scores
             mask = mask.to(self.dtype)[None, None]             # (1, 1, n, end)
+        self.cache.slots, self.cache.end = slots, end
         wanted = self.needs["hidden"]
         out = self.model(
             input_ids=tokens[None], position_ids=position[None], attention_mask=mask,
-            past_key_values=self.cache.step(slots, end), use_cache=True,
-            output_hidden_states=bool(wanted), logits_to_keep=logits_to_keep)
+            past_key_values=self.cache, use_cache=True, output_hidden_states=bool(wanted),
+            logits_to_keep=logits_to_keep)
         hidden = [out.hidden_states[index][0] for index in wanted]
         return [out.logits[0], *hidden]
 

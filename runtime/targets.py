@@ -177,6 +177,7 @@ class AnyTarget(Target):
 
     def run(self, end, tokens, position, slots, mask, logits_to_keep=0):
         """As Target.run."""
+        self.cache.slots, self.cache.end = slots, end
         how = {"logits_to_keep": logits_to_keep} if self.keeps_logits else {}
         if self.first is not None:
             how["position_ids"] = self.first + position[None]
@@ -185,7 +186,7 @@ class AnyTarget(Target):
         wanted = self.needs["hidden"]
         with self.around():
             out = self.model(
-                input_ids=tokens[None], past_key_values=self.cache.step(slots, end), use_cache=True,
+                input_ids=tokens[None], past_key_values=self.cache, use_cache=True,
                 output_hidden_states=bool(wanted), return_dict=True, **how)
         hidden = [out.hidden_states[index][0] for index in wanted]
         return [out.logits[0, -logits_to_keep:], *hidden]
@@ -347,7 +348,8 @@ class AnyEncoderDecoder(AnyTarget):
 
     def run(self, end, tokens, position, slots, mask, logits_to_keep=0):
         """As Target.run, without hidden states.  The decoder makes a chain's positions and mask."""
-        self.caches.self_attention_cache = self.cache.step(slots, end)
+        self.cache.slots, self.cache.end = slots, end
+        self.caches.self_attention_cache = self.cache
         out = self.model(
             encoder_outputs=self.encoded, attention_mask=self.mask, decoder_input_ids=tokens[None],
             past_key_values=self.caches, use_cache=True, return_dict=True)
