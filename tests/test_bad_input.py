@@ -21,6 +21,7 @@ CASES = {
     "there is no drafter in nowhere called 'glide'": (
         "bench", BENCH + "--checkpoint nowhere --drafter glide"),
     "pct takes cost=0.05, width=5": ("bench", BENCH + "--tree pct(wdith=7)"),
+    "glide takes temperature=None": ("bench", BENCH + "--drafter glide(7)"),
     "graft takes a mixture": ("bench", BENCH + "--drafter glide --tree graft(depth=3)"),
     "1 model(s) take 1 number(s)": ("bench", BENCH + "--drafter cascade(base,k=(1,2))"),
     "cascades draft chains alone": ("bench", BENCH + "--tree pct"),

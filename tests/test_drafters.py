@@ -192,6 +192,7 @@ def test_edds_parts():
         assert own.weight.data_ptr() != other.weight.data_ptr()
     assert all(p.requires_grad for p in draft_model.parameters())
     assert torch.equal(draft_model.norm.weight, torch.ones_like(draft_model.norm.weight))
+    assert type(families.parts_of(model).layer) is type(draft_model.layer)
     with pytest.raises(ValueError, match="serves llama, mistral, qwen2"):
         edd.parts_of(made("Gemma3ForCausalLM"))
 

@@ -34,7 +34,8 @@ def loaded(tmp_path_factory):
     top = tmp_path_factory.mktemp("load")
     model, tokenizer, drafters = tiny("llama").float(), tokenizer_of(TEXT), top / "drafters"
     save(top / "model", model, tokenizer)
-    save(drafters / "base", tiny("llama", seed=1, num_hidden_layers=1).float(), tokenizer)
+    padded = tiny("llama", seed=1, num_hidden_layers=1, vocab_size=VOCAB + 3).float()
+    save(drafters / "base", padded, tokenizer)
     for name, kind in (("my_glide", "glide"), ("edd", "edd")):
         draft_model = random_draft_model(model, kind).float()
         save_drafter(drafters / name, kind, draft_model, model, tokenizer, 0.5)
