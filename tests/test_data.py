@@ -49,7 +49,7 @@ def turns(*contents, role="role", content="content", names=("user", "assistant")
 
 U, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 QA = "<user>q|<assistant>⟦a|⟧"
-CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
+CALL = {"role": "assistant", "content": "5", "tool_calls": [{"function": {"name": "add"}}]}
 # A row -> what is learned from it; or, after "left out", words of the reason
 ROWS = [
     ({"Conversations": turns("q", "a", role="From", content="value", names=("Human", "gpt"))}, QA),
@@ -71,12 +71,13 @@ ROWS = [
      QA + "<tool>5|<assistant>⟦a|⟧"),
     ({"text": "a \ud83d b", "source": "\udc00", "\ud800": 1}, "⟦a \ufffd b</s>⟧"),
     ({"Text": "other", "text": "a text"}, "⟦a text</s>⟧"),
-    ({"instruction": "q", "context": "c", "response": "a"}, "<user>q\nc|<assistant>⟦a|⟧"),   # Dolly
+    ({"input": "q", "context": "c", "response": "a"}, "<user>q\nc|<assistant>⟦a|⟧"),
     ({"instruction": "q", "input": "", "output": "a", "text": "all", "system": "s"},
      "<system>s|" + QA),                                                                    # Alpaca
     ({"query": "q", "output": "a", "history": [["b", "c"]]}, "<user>b|<assistant>⟦c|⟧" + QA),
     ({"prompt": "q", "chosen": [U, A], "rejected": [U, A]}, QA),
     ({"prompt": [U], "completion": [A]}, QA),
+    ({"rejected": [U, CALL], "chosen": [U, A]}, QA),
     ({"text": "q", "code": "a", "task_id": 1}, QA),                                          # MBPP
     ({"problem": "q", "solution": "a", "answer": "42"}, QA),                                 # MATH
     ({"Question": "q", "Answer": 42}, "<user>q|<assistant>⟦42|⟧"),                          # GSM8K
@@ -85,6 +86,8 @@ ROWS = [
     ({"input_ids": [7, 8, 9], "labels": [-100, 8, -100]}, "'⟦(⟧)"),
     ({"ids": [7, 8, 9], "completion_mask": [0, 0, 1]}, "'(⟦)⟧"),
     ({"ids": [7, 8], "labels": [7, 9]}, "left out: labels are of other tokens than ids"),
+    ({"ids": [7, 8], "loss_mask": [1, 1, 1]}, "left out: loss_mask are of other tokens than ids"),
+    ({"ids": [7]}, "left out: it has a single token"),
     ({"text": " "}, "left out: no known field holds a text or a question: it is empty"),
 ]
 
@@ -96,7 +99,7 @@ BOM = "\ufeff"
 # The name of a file, its content -> what is learned; or words of the sentence
 FILES = [
     ("x.JSONL", BOM + LINES.replace("\n", "\r\n"), MARKED),
-    ("x.json", json.dumps(TWO, indent=1), MARKED),
+    ("x.txt", json.dumps(TWO, indent=1), MARKED),
     ("x.jsonl.gz", gzip.compress(LINES.encode()), MARKED),
     ("x.jsonl", '"a"\n\n"b\u2028c"\n', MARKED),
     ("x.jl", f"{json.dumps([U, A])}\n" * 2, ["Question: q\nAnswer:⟦ a\n</s>⟧"] * 2),
@@ -106,6 +109,7 @@ FILES = [
     ("x.csv", "q,a\n", "make JSON lines of it, by pandas"),
     ("x.txt", LINES.encode("utf-16"), "NUL bytes: it is UTF-16"),
     ("x.jsonl", LINES + "{", "line 3 of .*x.jsonl is no JSON"),
+    ("x.json", '[\n{"a": 1},\n{"b"}]', "line 3 of .*x.json is no JSON"),
     ("x.txt", "a\nb\xff".encode("latin-1"), "line 2 of .*x.txt cannot be read"),
     ("x.jsonl.gz", gzip.compress(LINES.encode())[:-9], "cannot be read"),
 ]
@@ -136,18 +140,17 @@ ALWAYS_ASKS = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}"
                "{% if m.role == 'assistant' %}</s>{% endif %}|{% endfor %}<assistant>")
 ENDS_NO_LAST_TURN = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if not loop.last or "
                      "add_generation_prompt %}</s>{% endif %}{% endfor %}" + ASK)
-FOUR = turns("add a", "a + b", "return", "return b")
+FOUR = turns("q", "a", "r", "b")
 # A template, and a chat -> what is learned: a text, or several
 LABELS = [
-    (THINKS, FOUR, ["<user>add a|<assistant>⟦(thought) a + b|⟧",
-                    "<user>add a|<assistant>a + b|<user>return|"
-                    "<assistant>⟦(thought) return b|⟧"]),
+    (chats.VICUNA, [{"role": "system", "content": "s"}, U, A], "s USER: q ASSISTANT:⟦ a</s>⟧"),
+    (THINKS, FOUR, ["<user>q|<assistant>⟦(thought) a|⟧",
+                    "<user>q|<assistant>a|<user>r|<assistant>⟦(thought) b|⟧"]),
     (ASKS_FOR_A_THOUGHT, [U, A], QA),
-    (ALWAYS_ASKS, FOUR, "<user>add a|<assistant>⟦a + b</s>⟧|<user>return|<assistant>"
-                        "⟦return b</s>⟧|<assistant>"),
-    (ENDS_NO_LAST_TURN, FOUR, ["<user>add a</s><assistant>⟦a + b</s>⟧",
-                               "<user>add a</s><assistant>a + b</s><user>return</s><assistant>"
-                               "⟦return b</s>⟧"]),
+    (ALWAYS_ASKS, FOUR, "<user>q|<assistant>⟦a</s>⟧|<user>r|<assistant>⟦b</s>⟧|<assistant>"),
+    (ALWAYS_ASKS.replace("</s>", ""), [U, A], "<user>q|<assistant>⟦a|<⟧assistant>"),
+    (ENDS_NO_LAST_TURN, FOUR, ["<user>q</s><assistant>⟦a</s>⟧",
+                               "<user>q</s><assistant>a</s><user>r</s><assistant>⟦b</s>⟧"]),
     ("{{ raise_exception('no') }}", [U, A], "left out: the chat template refuses it (no)"),
     ("{{ x }}", [U, A], "left out: it has a single token, or an answer that the template does not"),
 ]
@@ -191,7 +194,7 @@ def test_what_a_template_can_read_reaches_it(tokenizer, tmp_path):
     """Reasoning, tools and arguments, when learning and when asking; all else is named."""
     (tmp_path / "t.jinja").write_text(BOM + READS_MORE)
     row = {"messages": [{**U, "value": "second"}, {**A, "reasoning_content": "r"}],
-           "tools": [{"name": "add"}], "Messages": "again", "id": 3}
+           "tools": json.dumps([{"name": "add"}]), "Messages": "again", "id": 3}
     path = write_rows(tmp_path / "x.jsonl", [row])
     template = chats.template_of(tmp_path / "t.jinja", tokenizer, '{"thinks": true}')
     found, report = learned(tokenizer, path, **template)
