@@ -65,10 +65,7 @@ def not_read(document, template):
     return {*document.row, *passed} - known - read
 
 def chat_text(turns, tokenizer, template, tools=None, ask=False):
-    """The turns of a chat as text; LeftOut where the template does not take them.
-
-    ask: end where the assistant's next answer begins.
-    """
+    """A chat as text; LeftOut where the template refuses it.  ask: end where an answer begins."""
     messages = [{**turn.more, "role": turn.role, "content": turn.content} for turn in turns]
     tools = parsed(tools) if isinstance(tools, str) else tools
     try:
@@ -129,10 +126,7 @@ def ids_of(text, tokenizer, spans=None, add_special_tokens=False):
     return np.where(is_label, ids, ~ids)
 
 def text_ids(turns, tokenizer):
-    """A text, of which a prompt may be the first turn -> list of token ids.
-
-    It has one begin, and none of the ends that tokenizers append.
-    """
+    """A text, whose first turn may be a prompt -> list of token ids, with one begin and no end."""
     text = "".join(turn.content for turn in turns)
     begins = text.startswith(tokenizer.bos_token or "\0")
     spans = [(len(turns[0].content), len(text))] if len(turns) > 1 else None
@@ -172,8 +166,7 @@ Prompt = namedtuple("Prompt", "kind question ids limit")
 def questions(document, tokenizer, template, answer=None):
     """Yield the prompt of each question of a text.Document: token ids, which an answer follows.
 
-    answer(ids) -> text: what stands for an answer that the document does not have.  LeftOut where
-    it asks nothing.
+    answer(ids) -> text: for an answer that it does not have.  LeftOut where it asks nothing.
     """
     turns, chat, ids = document.turns, [], None
     if turns and turns[0].role in ("text", "ids"):

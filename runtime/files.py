@@ -16,21 +16,18 @@ NAMES = (*JSON, ".txt")                                  # the files of a folder
 
 # ---------------------------------------------------------------- which files
 def files_of(paths):
-    """Yield (file, is_named) for files, which are named, and for those in folders, if not hidden"""
+    """Yield (file, is_read) for files, which are read, and those in folders, by their names."""
     for given in map(str, paths):
         if os.path.isdir(given):
             for path in sorted(Path(given).rglob("*")):
                 inner = path.relative_to(given)
-                if path.is_file() and not any(name.startswith(".") for name in inner.parts):
-                    yield path, False
+                is_hidden = any(name.startswith(".") for name in inner.parts)
+                if path.is_file() and not is_hidden:
+                    yield path, path.name.lower().removesuffix(".gz").endswith(NAMES)
         elif os.path.exists(given):            # a file, or a pipe
             yield Path(given), True
         else:
             raise UserError(f"{given or 'an empty name'} does not exist: name files or folders")
-
-def suffix_of(path):
-    """The end of a file's name in lower case, without .gz: ".jsonl"."""
-    return Path(path.name.lower().removesuffix(".gz")).suffix
 
 # ---------------------------------------------------------------- their rows
 def lines_of(path):
@@ -65,8 +62,8 @@ def parsed(text, path=None, number=1):
 
 def rows_of(path):
     """Yield (number of its line, row) for the rows of a file.  A text is the row {"text": ...}."""
-    suffix = suffix_of(path)
-    if suffix in (".csv", ".tsv"):
+    name = path.name.lower().removesuffix(".gz")
+    if name.endswith((".csv", ".tsv")):
         raise UserError(f"{path} is a table: make JSON lines of it, by pandas' "
                         "to_json(orient='records', lines=True) for example")
     lines, head = lines_of(path), ""
@@ -75,14 +72,14 @@ def rows_of(path):
         if line.strip():
             break
     first = parsed(head)
-    if isinstance(first, dict) or suffix in JSON and first is not None:
+    if isinstance(first, dict) or name.endswith(JSON) and first is not None:
         yield number, first                              # JSON lines, read one after the other
         for number, line in lines:
             if line.strip():
                 yield number, parsed(line, path, number)
         return
     whole = head + "".join(line for _, line in lines)
-    if suffix not in JSON and not isinstance(parsed(whole), (dict, list)):
+    if not name.endswith(JSON) and not isinstance(parsed(whole), (dict, list)):
         yield 1, {"text": whole}
     elif whole.strip():
         yield 1, parsed(whole, path)

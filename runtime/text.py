@@ -24,7 +24,7 @@ text parts are text.  A row that is not understood is left out with its reason, 
 import json
 from collections import namedtuple
 
-from runtime.files import NAMES, files_of, parsed, rows_of, suffix_of
+from runtime.files import NAMES, files_of, parsed, rows_of
 
 # ---------------------------------------------------------------- the table of forms
 CHATS = ("conversations", "conversation", "messages", "chat", "turns")
@@ -177,12 +177,11 @@ def turns_in(row):
     """A row, a dict with its keys in lower case -> names of the fields that were read, [Turn]"""
     chat, text, ids = first_of(CHATS, row), first_of(TEXTS, row), first_of(IDS, row)
     question, answer = first_of(QUESTIONS, row), first_of(ANSWERS, row)
-    prompt, more = row.get("prompt"), first_of(CONTINUATIONS, row)
+    prompt, reply, more = row.get("prompt"), row.get("answer", []), first_of(CONTINUATIONS, row)
     if chat:
         return [chat], turns_of(row, chat)
-    if are_ids(prompt) and are_ids(row.get("answer", [])):
-        learned = Turn("ids", row.get("answer", []), True)
-        return ["prompt", "answer"], [Turn("ids", prompt, False), learned]
+    if are_ids(prompt) and are_ids(reply):
+        return ["prompt", "answer"], [Turn("ids", prompt, False), Turn("ids", reply, True)]
     if isinstance(prompt, str) and isinstance(row.get(more), str):
         return ["prompt", more], [Turn("text", prompt, False), Turn("text", row[more], True)]
     if question and answer:
@@ -200,8 +199,7 @@ def turns_in(row):
         return pair_in(row)
     if ids and are_ids(row[ids]):
         return ids_in(row, ids)
-    fields = ", ".join(row) or "it is empty"
-    raise LeftOut(f"no known field holds a text or a question: {fields}")
+    raise LeftOut(f"no known field holds a text or a question: {', '.join(row) or 'it is empty'}")
 
 def tidied(turns):
     """A chat from its first question on, up to its first empty turn -> [Turn], note or None"""
@@ -238,9 +236,9 @@ def document_of(row, place, kind, number):
 def documents(paths):
     """Yield a Document for each row of files and folders."""
     number = 0
-    for path, is_named in files_of(paths):
+    for path, is_read in files_of(paths):
         kind = path.name.partition(".")[0]
-        if not is_named and suffix_of(path) not in NAMES:
+        if not is_read:
             note = f"of a folder only {', '.join(NAMES)} are read: name other files one by one"
             yield Document(str(path), kind, False, "", [], note, {})
             continue

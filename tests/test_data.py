@@ -70,7 +70,6 @@ ROWS = [
     ({"messages": [U, {**A, "tool_calls": []}, {"role": "function", "content": "5"}, A]},
      QA + "<tool>5|<assistant>⟦a|⟧"),
     ({"text": "a \ud83d b", "source": "\udc00", "\ud800": 1}, "⟦a \ufffd b</s>⟧"),
-    ({"Text": "other", "text": "a text"}, "⟦a text</s>⟧"),
     ({"input": "q", "context": "c", "response": "a"}, "<user>q\nc|<assistant>⟦a|⟧"),
     ({"instruction": "q", "input": "", "output": "a", "text": "all", "system": "s"},
      "<system>s|" + QA),                                                                    # Alpaca
@@ -177,8 +176,7 @@ def test_a_text_begins_and_ends_once_and_a_prompt_does_not_end(tokenizer, tmp_pa
     own.bos_token, own.chat_template = "</s>", "{{ bos_token }}" + TAGS
     own._tokenizer.post_processor = TemplateProcessing(single="</s> $A </s>",
                                                        special_tokens=[("</s>", 0)])
-    rows = [{"text": "a b"}, {"text": "</s>a b"}, {"prompt": "a", "completion": " b"},
-            {"messages": [U, A]}]
+    rows = [{"text": "a b"}, {"text": "</s>a b"}, {"prompt": "a", "completion": " b"}, [U, A]]
     path = write_rows(tmp_path / "x.jsonl", rows)
     found, _ = learned(own, path, own.chat_template)
     assert found == ["⟦</s>a b</s>⟧", "⟦</s>a b</s>⟧", "</s>a⟦ b</s>⟧", "</s>" + QA]
@@ -186,9 +184,8 @@ def test_a_text_begins_and_ends_once_and_a_prompt_does_not_end(tokenizer, tmp_pa
     assert asked(own, path, own.chat_template) == prompts
 
 # As Qwen3's: tools, a name, an answer's reasoning, and a switch.
-READS_MORE = ("{% if tools %}[{{ tools[0].name }}]{% endif %}"
-              "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content and thinks %}"
-              "({{ m.reasoning_content }}){% endif %}{{ m.content }}|{% endfor %}" + ASK)
+READS_MORE = "{% if tools %}[{{ tools[0].name }}]{% endif %}" + TAGS.replace(
+    "{{ m.content }}", "{% if thinks %}{{ m.reasoning_content }}{% endif %}{{ m.content }}")
 
 def test_what_a_template_can_read_reaches_it(tokenizer, tmp_path):
     """Reasoning, tools and arguments, when learning and when asking; all else is named."""
@@ -198,7 +195,7 @@ def test_what_a_template_can_read_reaches_it(tokenizer, tmp_path):
     path = write_rows(tmp_path / "x.jsonl", [row])
     template = chats.template_of(tmp_path / "t.jinja", tokenizer, '{"thinks": true}')
     found, report = learned(tokenizer, path, **template)
-    assert found == ["[add]<user>q|<assistant>⟦(r)a|⟧"]
+    assert found == ["[add]<user>q|<assistant>⟦ra|⟧"]
     assert "not read: Messages, id, value" in report
     assert asked(tokenizer, path, **template) == ["[add]<user>q|<assistant>"]
 
