@@ -80,7 +80,7 @@ ROWS = [
     ({"text": "q", "code": "a", "task_id": 1}, QA),                                          # MBPP
     ({"problem": "q", "solution": "a", "answer": "42"}, QA),                                 # MATH
     ({"Question": "q", "Answer": 42}, "<user>q|<assistant>⟦42|⟧"),                          # GSM8K
-    ({"prompt": "def f():\n", "canonical_solution": "  pass"}, "def f():\n⟦  pass</s>⟧"),
+    ({"prompt": "def f():\n", "completion": "  pass", "system": "s"}, "def f():\n⟦  pass</s>⟧"),
     ({"prompt": [7, 8], "answer": [9, 10]}, "'(⟦)*⟧"),
     ({"input_ids": [7, 8, 9], "labels": [-100, 8, -100]}, "'⟦(⟧)"),
     ({"ids": [7, 8, 9], "completion_mask": [0, 0, 1]}, "'(⟦)⟧"),
