@@ -157,7 +157,8 @@ def provenance(run):
         parts.append(f"temperature {first['temperature']:g}")
     if first.get("dtype", "float32") != "float32":
         parts.append(first["dtype"])
-    parts += [f"commit {first['commit']}", first["machine"], first["date"]]
+    machine = first["machine"].replace("(R)", "").replace(" Processor", "")
+    parts += [f"commit {first['commit']}", machine, first["date"]]
     different = [name_of(row).replace(" x ", " × ")
                  for row in rows if row.get("lossless") is False]
     if different:
