@@ -186,12 +186,13 @@ def small(tmp_path_factory):
     sizes = {"vocab_size": 300, "max_position_embeddings": 64}
     model = tiny("llama", **sizes).float()
     save(folder / "model", model, tokenizer)
-    for layers, name in ((2, "base"), (1, "small")):
+    for layers, name, vocab in ((2, "base", 300), (1, "small", 304)):      # one is padded
+        sizes["vocab_size"] = vocab
         stage = tiny("llama", seed=layers, num_hidden_layers=layers, **sizes).float()
         save(drafters / name, stage, tokenizer)
     for kind in ("glide", "edd"):
         draft_model = random_draft_model(model, kind).float()
-        save_drafter(drafters / kind, kind, draft_model, model, tokenizer)
+        save_drafter(drafters / kind, kind, draft_model, model, tokenizer, 0.5)
     write_rows(folder / "prompts.jsonl", [{"prompt": "def add("}, {"prompt": "return a + b"},
                                           {"question": "1 + 1?", "answer": "2"}])
     write_rows(folder / "chat.jsonl", [{"turns": ["a", "b"], "category": "chat"}, {"prompt": "c"}])

@@ -1,11 +1,12 @@
 """From calls on the command line to models and drafters; a fingerprint tells models apart."""
 import copy
 import json
+import shutil
 
 import pytest
 import torch
-from conftest import VOCAB, random_draft_model, tiny
-from helpers import TEXT, save, save_drafter, tokenizer_of
+from conftest import tiny
+from helpers import TEXT, tokenizer_of
 
 import bench
 import cape
@@ -29,24 +30,19 @@ def test_what_is_read_is_what_was_written(text, name, words, settings):
 
 # ---------------------------------------------------------------- from names to drafters
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory):
-    """A target, two trained drafters, a language model and a bigram, loaded from a folder."""
-    top = tmp_path_factory.mktemp("load")
-    model, tokenizer, drafters = tiny("llama").float(), tokenizer_of(TEXT), top / "drafters"
-    save(top / "model", model, tokenizer)
-    padded = tiny("llama", seed=1, num_hidden_layers=1, vocab_size=VOCAB + 3).float()
-    save(drafters / "base", padded, tokenizer)
-    for name, kind in (("my_glide", "glide"), ("edd", "edd")):
-        draft_model = random_draft_model(model, kind).float()
-        save_drafter(drafters / name, kind, draft_model, model, tokenizer, 0.5)
+def loaded(small, tmp_path_factory):
+    """A target beside two trained drafters, two language models and a bigram."""
+    drafters = tmp_path_factory.mktemp("load") / "drafters"
+    shutil.copytree(small / "drafters", drafters)
+    (drafters / "glide").rename(drafters / "my_glide")
     (drafters / "base" / "training.json").write_text("{}")
     agreement = {"edd": {"weights": [0.1, 0.2, 0.3]}}
     bigram = {"bigram": [1, 2], "confidence": [0.1, 0.2], "agreement": agreement}
     (drafters / "bigram.json").write_text(json.dumps(bigram))
-    return load.Loaded(str(top / "model"), str(drafters))
+    return load.Loaded(str(small / "model"), str(drafters))
 
 @pytest.mark.parametrize("text, temperature", [
-    ("my-glide", 0.5), ("my-glide(temperature=1)", 1), ("cascade(base, maxgram, k=2)", None),
+    ("my-glide", 0.5), ("my-glide(temperature=1)", 1), ("cascade(small, maxgram, k=2)", None),
     ("mixture(edd, maxgram)", 0.5)])
 def test_what_a_call_names_is_lossless(loaded, text, temperature):
     """With the calibration temperature that training fitted, or that the call names."""
@@ -95,7 +91,7 @@ def test_bigram_files(loaded, tmp_path):
     for content in (bigram, {"bigram": bigram, "fingerprint": own}):
         path.write_text(json.dumps(content))
         assert load.load_cascade(loaded, "maxgram").gram.bigram == bigram
-    for number, content in enumerate(([0, VOCAB], {"bigram": bigram, "fingerprint": "0"}), 1):
+    for number, content in enumerate(([0, 300], {"bigram": bigram, "fingerprint": "0"}), 1):
         path.write_text(json.dumps(content))
         assert load.load_cascade(loaded, "maxgram").gram.bigram == []
         assert len(loaded.notes) == number and "another vocabulary" in loaded.notes[-1]
