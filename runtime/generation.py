@@ -341,11 +341,9 @@ class Row(verify.Rule):
             parents = torch.arange(len(tokens), device=tokens.device) - 1
             p_draft = None if tree.p_draft is None else tree.p_draft[node:node + 1]
             chain = verify.Tree(tokens, parents, None, p_draft)
-            scores = self.process(text, self.logits[node:node + 1])                    # (1, V)
-            self.scores[node] = scores[0]
-            # The choice after the next node is not used, so it gets the scores of this one.
-            scores = scores.expand(len(tokens), -1)
-            choice[node] = super().choose(chain, scores, text)[0]
+            self.scores[node] = self.process(text, self.logits[node:node + 1])[0]
+            # The choice after the next node is not used: its scores may be zeros.
+            choice[node] = super().choose(chain, self.scores[node:node + 2], text)[0]
             token = choice[node].item()
             text.append(token)
             node = child.get((node, token))

@@ -20,8 +20,6 @@ PROMPT = [(5 * i + 3) % VOCAB for i in range(10)]
 NEW = 14
 DECODER = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
 ENCODER = {"encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 48}
-T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-LOCAL = {"attention_types": [[["global", "local", "global"], 1]], "num_layers": 3, "num_heads": 4}
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "patch_size": 4,
           "num_attention_heads": 2, "image_size": 8, "projection_dim": 32}
 # These verify trees, too, as those in helpers.
@@ -42,11 +40,14 @@ TREES = {
 CHAINS_ONLY = {
     "BartForCausalLM": DECODER,                                # positions by the cache
     "BloomForCausalLM": {"n_layer": 2, "n_head": 4},           # ALiBi
-    "GPTNeoForCausalLM": {**LOCAL, "window_size": 6},          # windows that no mask replaces
+    "GPTNeoForCausalLM": {                                     # windows that no mask replaces
+        "attention_types": [[["global", "local", "global"], 1]], "num_layers": 3, "num_heads": 4,
+        "window_size": 6},
     "Llama4ForCausalLM": {
         **HEADS, "attention_chunk_size": 8, "intermediate_size_mlp": 32, "num_local_experts": 2,
         "num_experts_per_tok": 1},
-    "T5ForConditionalGeneration": T5,
+    "T5ForConditionalGeneration": {
+        "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
     "BartForConditionalGeneration": {**DECODER, **ENCODER, "forced_eos_token_id": None},
     "LEDForConditionalGeneration": {                           # NEW positions beside the encoder's
         **DECODER, **ENCODER, "attention_window": 4, "pad_token_id": 0,

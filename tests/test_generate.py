@@ -41,10 +41,10 @@ def fast_for(model, build=cape.cape, text=None):
     """A callable whose drafter knows most of a text, generate()'s own if none is given."""
     return speculative(reciting(text or own_text(model), model.config.vocab_size), build)
 
-def same(model, ids=PROMPT, **how):
+def same(model, ids=PROMPT, build=cape.cape, **how):
     """Assert that generate() gives the same with and without custom_generate -> the callable."""
     own = model.generate(ids, **how)
-    fast = fast_for(model, text=own[0].tolist())
+    fast = fast_for(model, build, own[0].tolist())
     assert torch.equal(model.generate(ids, custom_generate=fast, **how), own)
     return fast
 
@@ -53,25 +53,23 @@ def sampled(model, fast, seed, **how):
     return model.generate(PROMPT, custom_generate=fast, do_sample=True, **how)[0].tolist()
 
 # ---------------------------------------------------------------- lengths, processors
-HOW = [
-    {},
-    dict(eos_token_id=[7, 2], max_new_tokens=9, max_time=60.0),
-    dict(max_length=11, use_cache=False),
-    dict(suppress_tokens=[0, 2, 4, 6, 8, 10], renormalize_logits=True, remove_invalid_values=True),
-    dict(output_scores=True, prefill_chunk_size=2, cache_implementation="dynamic")]
 PROCESSORS = [
     dict(guidance_scale=1.5),
     dict(repetition_penalty=1.2, temperature=0.7, top_k=9, no_repeat_ngram_size=3)]
 
-@pytest.mark.parametrize("how", [*HOW, *PROCESSORS])
+@pytest.mark.parametrize("how", [
+    {}, *PROCESSORS,
+    dict(eos_token_id=[7, 2], max_new_tokens=9, max_time=60.0),
+    dict(max_length=11, use_cache=False),
+    dict(suppress_tokens=[0, 2, 4, 6, 8, 10], renormalize_logits=True, remove_invalid_values=True),
+    dict(output_scores=True, prefill_chunk_size=2, cache_implementation="dynamic")])
 def test_greedy_is_generates_own(model, how):
     fast = same(model, **how)
     assert how or fast.last.tau > 1, "drafts are accepted"
 
-WARPERS = dict(temperature=1.3, top_k=9, top_p=0.95, min_p=0.01, typical_p=0.99,
-               epsilon_cutoff=1e-4, eta_cutoff=1e-4)
-
-@pytest.mark.parametrize("how", [WARPERS, *PROCESSORS])
+@pytest.mark.parametrize("how", [
+    *PROCESSORS, dict(temperature=1.3, top_k=9, top_p=0.95, min_p=0.01, typical_p=0.99,
+                      epsilon_cutoff=1e-4, eta_cutoff=1e-4)])
 def test_sampling_repeats_by_seed_whatever_drafts(model, how):
     """Other seeds give other texts.  That samples follow the target: test_verify.py."""
     texts = [sampled(model, PLAIN, seed, **how) for seed in range(3)]
@@ -100,11 +98,10 @@ def test_a_filled_cache(window):
     more = torch.cat((own, torch.tensor([[7, 8]])), 1)         # the next turn, by generate() itself
     assert torch.equal(model.generate(more, **{CACHE: cache}, **how), model.generate(more, **how))
     for other, mask in ((ids[:, 5:], torch.ones(1, 7)), (ids.flip(1), None)):
-        cache = empty(model, DynamicCache)
-        model(ids[:, :5], **{CACHE: cache})
+        given = dict(attention_mask=mask, **{CACHE: empty(model, DynamicCache)})
+        model(ids[:, :5], **{CACHE: given[CACHE]})
         with pytest.raises(UserError, match=f"{CACHE}: as this is given|attention mask"):
-            model.generate(other, attention_mask=mask, custom_generate=fast, **{CACHE: cache},
-                           **how)
+            model.generate(other, custom_generate=fast, **given, **how)
 
 @pytest.mark.parametrize("kind", [None, DynamicCache, StaticCache])
 def test_caches_are_returned_and_filled(model, kind):
@@ -173,11 +170,8 @@ def test_peft():
     ("LlamaForCausalLM", {}, dict(position_ids=torch.tensor([[0, 1, 2]])))])
 def test_what_generate_prepares_in_a_way_of_its_own_is_served(kind, config, how):
     model = made(kind, **config)
-    own = model.generate(PROMPT, **how)
     for build in (cape.chain, cape.cape):
-        fast = fast_for(model, build, own[0].tolist())
-        assert torch.equal(model.generate(PROMPT, custom_generate=fast, **how), own)
-        assert fast.last.tau > 1.5
+        assert same(model, build=build, **how).last.tau > 1.5
 
 def slower(self, *given, **how):
     """Positions grow otherwise after the prompt."""
