@@ -88,7 +88,7 @@ class speculative:
                  tokenizer=None, **model_kwargs):
         # generate() keeps streamer, assistant_model and synced_gpus to itself.
         caller, config = locals_of(GenerationMixin.generate), generation_config
-        refuse((caller is None, "call model.generate(..., custom_generate=...)"))
+        refuse((caller is None, "give it to generate(): model.generate(..., custom_generate=...)"))
         check_supported(model, input_ids, config, caller)
         B, limit = len(input_ids), config.max_length - input_ids.shape[1]
         rows, over = [], set()
