@@ -243,7 +243,7 @@ def about_drafter(folder):
         _ = about["target"]["probe"], about["validation"]      # which are read, too
         return about, config_class(**about["config"])
     except (KeyError, TypeError, ValueError) as why:
-        raise UserError(f"{path} ({why!r}) holds no drafter of these kinds: "
+        raise UserError(f"{path} holds no drafter ({why!r}): its kind may be "
                         f"{', '.join(KINDS)}") from why
 
 def load(folder, model):

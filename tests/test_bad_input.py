@@ -26,8 +26,9 @@ CASES = {
     "1 model(s) take 1 number(s)": ("bench", BENCH + "--drafter cascade(base,k=(1,2))"),
     "cascades draft chains alone": ("bench", BENCH + "--tree pct"),
     "has another tokenizer": ("bench", BENCH + "--drafter cascade(T/renamed) --tree chain"),
-    "T/torn/training.json (JSONDecodeError(": ("bench", BENCH + "--checkpoint T/torn"),
-    "T/bare/training.json (KeyError('target'))": ("bench", BENCH + "--checkpoint T/bare"),
+    "T/torn/training.json holds no drafter (JSON": ("bench", BENCH + "--checkpoint T/torn"),
+    "T/bare/training.json holds no drafter (KeyError('target'))": (
+        "bench", BENCH + "--checkpoint T/bare"),
     "made for another target: train one": ("bench", BENCH + "--drafter glide --target T/other"),
     "T/empty.jsonl: no prompt is there": ("bench", BENCH + "--prompts T/empty.jsonl"),
     "the target's context of 64": ("train", TRAIN + "--length 65"),

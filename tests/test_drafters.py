@@ -370,7 +370,7 @@ def test_a_checkpoint_loads_by_its_kind(module, kind, tmp_path, llama):
         saved = load_file(tmp_path / "model.safetensors").values()
         assert not any(len(weight) == VOCAB for weight in saved), "the tables are the target's"
     save_drafter(tmp_path, "bush", draft_model, llama)
-    with pytest.raises(ValueError, match="holds no drafter of these kinds: "):
+    with pytest.raises(ValueError, match="holds no drafter"):
         module.load(tmp_path, llama)
 
 def test_a_head_without_a_table_is_copied_by_what_it_computes():
