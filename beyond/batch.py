@@ -67,14 +67,10 @@ class Batch(Cache):
         return [(logits, self.view(row, view.tokens, view.ids, view.hidden))
                 for row, (logits, view) in enumerate(found)]
 
-    def drop(self, row):
-        """Take a row out.  The last one takes its place, so that no other is copied."""
-        length = self.lengths.pop()
-        last = len(self.lengths)
-        if row < last:
-            self.stack[:, row, :, :length] = self.stack[:, last, :, :length]
-            self.lengths[row] = length
-        self.stack = self.stack[:, :last]
+    def keep(self, rows):
+        """Keep these rows alone."""
+        self.stack = self.stack[:, rows]
+        self.lengths = [self.lengths[row] for row in rows]
 
     def reserve(self, slots):
         """Allocate at least `slots` slots for every row."""
@@ -142,16 +138,14 @@ class Batch(Cache):
 
     def commit(self, paths):
         """Move each row's accepted nodes, lists of indices, to the end of its committed entries."""
-        most = max(map(len, paths))
-        in_place = list(range(most))
-        if any(path != in_place[:len(path)] for path in paths):
-            # Beyond a row's own path, entries are moved onto themselves.
-            nodes = [path + in_place[len(path):] for path in paths]
-            nodes = torch.tensor(nodes, device=self.stack.device)              # (B, most)
-            lengths = torch.tensor(self.lengths, device=self.stack.device)[:, None]
-            rows = torch.arange(len(paths), device=self.stack.device)[:, None]
-            kept = self.stack[:, rows, :, lengths + nodes]     # (B, most, 2 layers, H, d)
-            self.stack[:, rows, :, lengths + nodes.new_tensor(in_place)] = kept
+        in_place = range(max(map(len, paths)))
+        # Beyond a row's own path, entries are moved onto themselves.
+        nodes = [[*path, *in_place[len(path):]] for path in paths]
+        nodes = torch.tensor(nodes, device=self.stack.device)                  # (B, most)
+        rows = torch.arange(len(paths), device=self.stack.device)[:, None]
+        first = self.slots[:, :1]                                              # (B, 1)
+        kept = self.stack[:, rows, :, first + nodes]           # (B, most, 2 layers, H, d)
+        self.stack[:, rows, :, self.slots[:, :len(in_place)]] = kept
         for row, path in enumerate(paths):
             self.lengths[row] += len(path)
 
@@ -181,11 +175,19 @@ def copies(drafter, count):
 class Row:
     """A sequence while it is decoded: what verify.rounds knows of it."""
 
-    def __init__(self, number, drafter, build, rule, ids, limit):
+    def __init__(self, number, target, drafter, build, rule, ids, new_tokens):
         self.number, self.drafter, self.build, self.rule = number, drafter, build, rule
         self.sequence = list(ids)
-        self.left = limit                # how many tokens may still come
+        self.left = min(new_tokens, target.remaining(ids))     # how many tokens may still come
+        verify.check_prompt(target, ids, self.left)
         self.expand = partial(drafter.expand)
+
+    def start(self, logits, view):
+        """Choose the first root by the prefill's logits (V,)."""
+        self.view = view
+        self.drafter.reset(self.rule.probs)
+        last = verify.root_only(None, view.tokens[-1:])
+        self.root = self.rule.choose(last, logits[None], self.sequence)        # (1,)
 
     def take(self, new, ends):
         """Append new tokens up to the limit or an end of text -> those appended."""
@@ -219,50 +221,37 @@ def for_each(x, count):
     """A list as it is; anything else once for each of `count` rows."""
     return x if isinstance(x, list) else [x] * count
 
-def rows_of(batch, drafters, needs, build, prompts, new_tokens, rules):
-    """Prefill all prompts -> a Row for each, with its first root."""
-    count, target, limits, rows = len(prompts), batch.target, [], []
-    for ids, limit in zip(prompts, for_each(new_tokens, count)):
-        limits.append(min(limit, target.remaining(ids)))
-        verify.check_prompt(target, ids, limits[-1])
-    prefilled = batch.prefill(prompts, needs)
-    parts = zip(drafters, for_each(build, count), for_each(rules, count), prompts, limits)
-    for number, of_row in enumerate(parts):
-        row = Row(number, *of_row)
-        logits, row.view = prefilled[number]
-        row.drafter.reset(row.rule.probs)
-        last = verify.root_only(None, row.view.tokens[-1:])
-        row.root = row.rule.choose(last, logits[None], row.sequence)           # (1,)
-        rows.append(row)
-    return rows
-
 @torch.inference_mode()
 def rounds(target, drafters, build, prompts, new_tokens=128, rules=Rule(), eos=(), over=()):
     """Decode as generate() does, whose arguments these are: yield {number of a row: Round}, first
     of the prefills.  over: a set to which the caller may add the numbers of rows that end.
     """
     ends = {eos} if isinstance(eos, int) else set(eos or ())
-    batch = Batch(target)
+    batch, count = Batch(target), len(prompts)
     together = None if isinstance(drafters, (list, type(None))) else drafters
-    drafters = for_each(None if together else drafters, len(prompts))
-    drafters = [verify.NoDrafter() if x is None else x for x in drafters]
-    if len(set(map(id, drafters))) < len(prompts):
+    of_rows = drafters if isinstance(drafters, list) else [None] * count
+    of_rows = [drafter or verify.NoDrafter() for drafter in of_rows]
+    if len(set(map(id, of_rows))) < count:
         raise ValueError("each row needs a drafter with a state of its own: copies(drafter, B)")
-    needs = (together or drafters[0]).needs
-    rows = rows_of(batch, drafters, needs, build, prompts, new_tokens, rules)
+    parts = zip(of_rows, for_each(build, count), for_each(rules, count), prompts,
+                for_each(new_tokens, count))
+    rows = [Row(number, target, *of_row) for number, of_row in enumerate(parts)]
+    prefilled = batch.prefill(prompts, (together or of_rows[0]).needs)
+    for row, (logits, view) in zip(rows, prefilled):
+        row.start(logits, view)
     if together:
         slots = max(len(row.sequence) + row.left for row in rows) + together.gamma + 1
         together.reset(len(rows), slots)
     yield {row.number: Round(row.take(row.root.tolist(), ends), [], [], []) for row in rows}
     while True:
         # Rows that have ended leave the batch.
-        for i in reversed(range(len(rows))):
-            if not rows[i].left or rows[i].root_id in ends or rows[i].number in over:
-                batch.drop(i)
-                rows[i] = rows[-1]
-                rows.pop()
-        if not rows:
+        going = [i for i, row in enumerate(rows)
+                 if row.left and row.root_id not in ends and row.number not in over]
+        if not going:
             return
+        if len(going) < len(rows):
+            batch.keep(going)
+            rows = [rows[i] for i in going]
 
         # Draft
         if together:
