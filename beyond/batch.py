@@ -81,10 +81,8 @@ class Batch(Cache):
     def view(self, row, tokens, ids, hidden):
         """What a commit appended to a row -> verify.View.  tokens (k,), hidden {index: (k, D)}."""
         length = self.lengths[row]
-        kv = {}
-        for layer in self.target.needs["kv"]:
-            pair = self.stack[2 * layer:2 * layer + 2, row, None, :, :length]
-            kv[layer] = list(pair)                             # (1, H, length, d) each
+        own = self.stack[:, row, None, :, :length]             # (2 x layers, 1, H, length, d)
+        kv = {layer: own[2 * layer:2 * layer + 2] for layer in self.target.needs["kv"]}
         return View(tokens, ids, length, kv, hidden)
 
     # ------------------------------------------------ a round

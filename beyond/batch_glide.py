@@ -68,7 +68,7 @@ class BatchGlide:
         kv = {}
         for layer in self.needs["kv"]:
             pair = batch.stack[2 * layer:2 * layer + 2, :, :, :t]              # (2, A, H, t, d_k)
-            kv[layer] = list(pair.transpose(1, 2).flatten(2, 3)[:, None])      # (1, H, A t, d_k)
+            kv[layer] = pair.transpose(1, 2).flatten(2, 3)[:, None]            # (2, 1, H, A t, d_k)
         found = []
         for i in range(min(self.gamma, max(2, *(row.left for row in rows)) - 1)):
             position = lengths + i

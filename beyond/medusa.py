@@ -74,8 +74,7 @@ class Medusa(nn.Module):
         x, labels = [], []
         for k in range(self.config.heads):
             x.append(F.pad(xs[:, :, k], (0, 0, 1 + k, 0))[:, :T])              # (B, T, D)
-            has_none = torch.arange(T, device=next_tokens.device) < 1 + k
-            labels.append(next_tokens.masked_fill(has_none, NO_LABEL))
+            labels.append(F.pad(next_tokens[:, 1 + k:], (1 + k, 0), value=NO_LABEL)[:, :T])
         return [(torch.stack(x, 2), torch.stack(labels, 2), None)]
 
     def loss_of(self, x, labels):

@@ -93,12 +93,6 @@ def swi(tokens, runs, costs):
     """Cascade's SWI: n / (count(S, M_t, T) + sum_i count(S, M_di, T) c_i); c of the target is 1."""
     return tokens / sum(count * cost for count, cost in zip(runs, costs))
 
-def depth_of(parents):
-    depths = [0]
-    for parent in parents[1:]:
-        depths.append(depths[parent] + 1)
-    return max(depths)
-
 def columns(method, results, size):
     """bench.row_of, and the columns at the top of this file -> dict
 
@@ -109,7 +103,9 @@ def columns(method, results, size):
         return row
     records = [found[method.name] for found in results]
     rounds = [one for record in records for one in record.rounds]
-    depth = sum(depth_of(one.parents) for one in rounds)
+    # A node's depth is the number of its ancestors.
+    masks = [verify.ancestor_mask(torch.tensor(one.parents)) for one in rounds]
+    depth = sum(mask.sum(1).max().item() - 1 for mask in masks)
     if depth:
         row["alpha_depth"] = sum(len(one.new) for one in rounds) / depth
     overlaps = []

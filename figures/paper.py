@@ -87,15 +87,11 @@ def questions(run, method, key):
             found.setdefault(one.get("question", number), []).append(value)
     return {question: np.mean(values) for question, values in found.items()}
 
-@cache
-def samples(n):
-    """SAMPLES bootstrap samples of n numbers."""
-    return np.random.RandomState(0).randint(0, n, (SAMPLES, n))
-
 def interval(values):
     """95 % of the means of bootstrap samples of the values (n,) -> [low, high]"""
-    means = values[samples(len(values))].mean(1)
-    return np.percentile(means, [2.5, 97.5]).tolist()
+    n = len(values)
+    samples = np.random.RandomState(0).randint(0, n, (SAMPLES, n))
+    return np.percentile(values[samples].mean(1), [2.5, 97.5]).tolist()
 
 def compare(run, key, first, second=None):
     """Two methods on the same questions -> [mean ratio or difference, low, high]
