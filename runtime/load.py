@@ -236,43 +236,36 @@ def table2(k, models, gram):
         K[:, -1] = N
     return K.tolist()
 
-def load_cascade(loaded, *names, k=None, lenience=1.0, bigram=None):
+def load_cascade(loaded, *names, k=None, lenience=1.0):
     """Algorithm 1 of Cascade Speculative Drafting; maxgram alone is a cascade without a model.
 
     names: folders of the checkpoint, other folders or hub names of language models, the largest
-    first; and maxgram, which is the last stage.  k: Table 2's k11, or (k11, k12, k22).  bigram: a
-    file, in place of the checkpoint's.
+    first; and maxgram, which is the last stage.  k: Table 2's k11, or (k11, k12, k22).
     """
     models = [name for name in names if name != "maxgram"]
-    gram = None
-    if "maxgram" in names:
-        gram, _ = load_gram(loaded, bigram)
+    gram, _ = load_gram(loaded) if "maxgram" in names else (None, None)
     K = None if k is None else table2(k, len(models), gram is not None)
     stages = [stage_of(loaded, name) for name in models]
     cascade = Cascade(stages, K, lenience, gram, loaded.target.vocab)
     return with_source(cascade, loaded.target)
 
 # ---------------------------------------------------------------- Max-Gram
-def load_gram(loaded, path=None):
-    """Max-Gram with the bigram of a file, or else of the checkpoint's, if it has one.
+def load_gram(loaded):
+    """Max-Gram with the bigram.json of the checkpoint, if it has one.
 
     training/bigram.py wrote it; or it is one of the paper's public files, a list by token id.
     Returns a MaxGram, and {name of a drafter: weights of graft.Mixture} from the same file.
     """
-    path, is_default = Path(path or loaded.checkpoint / "bigram.json"), path is None
-    if is_default and not path.exists():
+    path = loaded.checkpoint / "bigram.json"
+    if not path.exists():
         return MaxGram(), {}
     found = json.loads(path.read_text(encoding="utf-8"))
     found = found if isinstance(found, dict) else {"bigram": found}
-    bigram, vocab = found["bigram"], loaded.target.config.vocab_size
-    vocabulary = vocabulary_fingerprint(loaded.tokenizer)
-    fits = found.get("fingerprint", vocabulary) == vocabulary
-    if not fits or not all(token in range(vocab) for token in bigram):
-        sentence = f"{path} is of another vocabulary: write one with training/bigram.py"
-        if not is_default:
-            raise UserError(sentence)
-        # The checkpoint's is a default: another target does without.
-        loaded.notes.append(f"no bigram: {sentence}")
+    bigram, vocabulary = found["bigram"], vocabulary_fingerprint(loaded.tokenizer)
+    is_other = found.get("fingerprint", vocabulary) != vocabulary
+    if is_other or max(bigram, default=0) >= loaded.target.config.vocab_size:
+        loaded.notes.append(f"no bigram: {path} is of another vocabulary: write one with "
+                            "training/bigram.py")
         return MaxGram(), {}
     weights = {name: fit["weights"] for name, fit in found.get("agreement", {}).items()}
     return MaxGram(bigram, found.get("confidence")), weights
