@@ -57,7 +57,7 @@ class Batch(Cache):
         for ids in prompts:
             found.append(self.target.prefill(ids, needs=needs))
             length = len(self.target.ids)
-            pairs = [self.target.cache.kv[layer] for layer in sorted(self.target.cache.kv)]
+            pairs = self.target.cache.kv.values()
             entries = [x[:, :, :length] for pair in pairs for x in pair]       # (1, H, length, d)
             stacks.append(torch.stack(entries))                # (2 layers, 1, H, length, d)
             self.lengths.append(length)

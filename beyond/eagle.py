@@ -101,16 +101,14 @@ class Drafter(edd.Drafter):
         """As edd.Drafter.reset."""
         super().reset(probs)
         # The target's feature of the last committed token, then the predicted one of each node
-        self.features = None                                                   # (1 + nodes, D)
+        self.features = self.store.new_zeros(0, self.config.width)             # (1 + nodes, D)
 
     @torch.no_grad()
     def begin(self, view, root):
         """Begin a round: encode the newly committed tokens, each with the feature before it."""
         self.paths = []
         new = view.hidden[self.config.hidden].to(self.device)                  # (k, D)
-        known = new
-        if self.features is not None:
-            known = torch.cat((self.features[:1], new))                        # (1 + k, D)
+        known = torch.cat((self.features[:1], new))            # (1 + k, D); of a prompt (k, D)
         before = known[:-1]
         # Of a whole prompt the first token is left out: no feature comes before it.
         tokens = view.tokens[len(view.tokens) - len(before):]

@@ -2,6 +2,7 @@
 
 A random case is a number, as in test_lossless.py; LONG=500 tries so many.
 """
+import copy
 import os
 import random
 from functools import cache, partial
@@ -21,16 +22,10 @@ COUNT = int(os.environ.get("LONG") or 40)
 TARGETS = ("llama", "llama-eager", "qwen2")                    # the last two have grouped queries
 DRAFTERS = ("none", "glide", "glide together", "edd", "maxgram", "noise", "mixture")
 
-def pct_cost(expand, root):
-    """A priced builder for each sequence: what it has learnt would change the next one's trees."""
-    if not hasattr(expand, "own_builder"):
-        expand.own_builder = priced.PctCost(cost=0.05, node_price=0.02, start=0.0)
-    return expand.own_builder(expand, root)
-
 BUILDERS = {
     "chain": cape.chain, "cape": cape.cape, "beam": partial(cape.beam, width=2),
     "pct": partial(pct.pct, cost=0.1, depth=4), "drawn": cape.drawn,
-    "pct-cost": pct_cost}
+    "pct-cost": priced.PctCost(cost=0.05, node_price=0.02, start=0.0)}
 
 @cache
 def neural(kind, name):
@@ -48,11 +43,11 @@ def fresh(kind, name):
     return noisy() if kind == "noise" else None
 
 def pair(kind, name, tree):
-    """A fresh drafter and its builder."""
+    """A fresh drafter and its builder: what a priced one has learnt would change its trees."""
     drafter = fresh(kind, name)
     if kind == "maxgram":                                # it drafts chains alone
         return drafter, drafter.drawn if tree == "drawn" else drafter.chain
-    return drafter, BUILDERS[tree] if drafter else verify.root_only
+    return drafter, copy.deepcopy(BUILDERS[tree]) if drafter else verify.root_only
 
 @pytest.mark.parametrize("number", range(COUNT))
 def test_each_row_is_what_it_is_alone(number, monkeypatch):

@@ -192,7 +192,6 @@ def test_edds_parts():
         assert own.weight.data_ptr() != other.weight.data_ptr()
     assert all(p.requires_grad for p in draft_model.parameters())
     assert torch.equal(draft_model.norm.weight, torch.ones_like(draft_model.norm.weight))
-    assert type(families.parts_of(model).layer) is type(draft_model.layer)
     with pytest.raises(ValueError, match="serves llama, mistral, qwen2"):
         edd.parts_of(made("Gemma3ForCausalLM"))
 
@@ -233,9 +232,7 @@ def test_medusas_heads_are_shifted_as_the_docstring_says(llama):
         z = f @ w.weight.T + w.bias.normal_()
         logits.append((f + z * z.sigmoid()) @ head.weight.T)
         log_p = logits[k].log_softmax(-1)
-        for b in range(2):
-            for i in range(20 - 2 - k):
-                loss -= 0.8 ** k * log_p[b, i, ids[b, i + 2 + k]]
+        loss -= 0.8 ** k * log_p[:, :18 - k].gather(-1, ids[:, 2 + k:, None]).sum()
     # 19 positions of each text have a label.
     found = mean_loss(draft_model, batch)
     torch.testing.assert_close(found.double(), loss / 38, atol=1e-5, rtol=1e-5)
