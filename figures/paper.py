@@ -282,11 +282,9 @@ def check():
     return 1 if wrong else 0
 
 # ---------------------------------------------------------------- the command line
+# In a dry run the grown target is smaller, and elsewhere.
+IN_DRY = "work/7b", "work/dry/7b"
 DRY = "--limit 1 --max-new-tokens 4 --device cpu --dtype float32"
-
-def in_dry(flags):
-    """The same with the grown target of a dry run, which is smaller and elsewhere."""
-    return flags.replace("work/7b", "work/dry/7b")
 
 def measure(names, dry=False):
     """Measure the named runs, one after the other.
@@ -300,7 +298,7 @@ def measure(names, dry=False):
         path = RESULTS / f"{name}.jsonl"
         if dry:
             path = ROOT / "work" / "dry" / f"{name}.jsonl"
-            run = run._replace(flags=f"{in_dry(run.flags).replace('--graphs', '')} {DRY}")
+            run = run._replace(flags=f"{run.flags.replace(*IN_DRY).replace('--graphs', '')} {DRY}")
         path.parent.mkdir(parents=True, exist_ok=True)
         print(f"{name}: rows go to {path.relative_to(ROOT)}", flush=True)
         if run.methods:
@@ -322,7 +320,7 @@ def gpu(dry=False):
     """
     for made, command, dry_flag, limit in GPU:
         if dry:
-            command = f"{in_dry(command)} {dry_flag}"
+            command = f"{command.replace(*IN_DRY)} {dry_flag}"
         elif made and (ROOT / made).exists():
             continue
         print(f"\n$ python {command}", flush=True)
