@@ -132,18 +132,6 @@ def test_the_docstrings_lines_decode(module, llama, tmp_path, monkeypatch):
     torch.testing.assert_close(found, expected, check_dtype=False)
 
 # ---------------------------------------------------------------- what is trained
-def test_edds_soft_prompt_is_keys_and_values_alone(llama):
-    """As where hidden states go through the layer, each seeing itself."""
-    draft_model, batch = random_draft_model(llama, "edd"), batch_of(llama, text(18, 1).view(2, 9))
-    ids, hidden = batch.ids, batch.hidden[2]
-    found = draft_model(ids, hidden, 4)
-    x = torch.cat((hidden, draft_model.embed(ids)), 1)
-    mask = torch.eye(18, dtype=torch.bool)
-    mask[9:] = edd.dual_block_mask(9, 4)
-    position = torch.arange(9).repeat(1, 2)
-    x = edd.run_layer(draft_model.layer, draft_model.rotary, x, position, mask)
-    torch.testing.assert_close(found, draft_model.norm(x[:, 9:]), atol=1e-8, rtol=0)
-
 @pytest.mark.parametrize("kind", ["glide", "edd"])
 @pytest.mark.parametrize("loss", ["ce", "kl"])
 def test_losses_are_what_their_names_say(llama, kind, loss):
