@@ -50,35 +50,26 @@ def common_prefix(a, b):
         length += 1
     return length
 
-class Mixture:
+class Mixture(priced.OnDemand):
     """A neural drafter mixed with Max-Gram: one drafter, by the contract in verify.py.
 
     drafter: a drafter by that contract.  gram: a MaxGram.  agreement: (a, b, c) of Eq. 2, or None.
     """
 
     def __init__(self, drafter, gram, agreement=None):
-        self.drafter = priced.OnDemand(drafter)
-        self.gram = gram
-        self.agreement = agreement
-        self.needs = drafter.needs
+        super().__init__(drafter)
+        self.gram, self.agreement = gram, agreement
 
     def reset(self, probs):
-        """Begin a sequence."""
-        self.drafter.reset(probs)
+        super().reset(probs)
         self.gram.reset()
         self.undrafted = []                      # the last round's chain N_0, see Graft
 
-    def begin(self, view, root):
-        """Begin a round: Max-Gram reads what was committed, and the neural drafter on demand."""
-        self.drafter.begin(view, root)
+    def begin(self, view, root_id):
+        super().begin(view, root_id)
         self.gram.commit(view.ids)
-        self.root = root
-        self.new = [*view.ids[1:], root]         # the last round's new tokens
+        self.new = [*view.ids[1:], root_id]      # the last round's new tokens
         self.paths = []                          # by expand_index: the ids from the root to a node
-
-    def keep(self, path):
-        """As in the contract.  To Max-Gram accepted nodes come back as committed tokens."""
-        self.drafter.keep(path)
 
     # ------------------------------------------------ the mixture
     def expand(self, tokens, parents):
@@ -86,7 +77,7 @@ class Mixture:
         # The tokens are read before the forward starts: afterwards the host would wait for it.
         predictions = self.predict(tokens.tolist(), parents)
         numbers = torch.tensor(predictions, dtype=torch.long, device=tokens.device)    # (k, 3)
-        probs = self.drafter.expand(tokens, parents)                                   # (m, V)
+        probs = super().expand(tokens, parents)                                        # (m, V)
         if not predictions:
             return probs
         rows, predicted, lengths = numbers.split(1, 1)                                 # (k, 1) each
@@ -113,19 +104,16 @@ class Mixture:
         w = table[lengths.clamp(max=len(table) - 1)]                                   # (k, 1)
         p = p_draft.gather(1, predicted)                                               # (k, 1)
         if self.agreement is not None:
-            w = torch.where(p > 0, self.weight(p, lengths), w)
+            a, b, c = self.agreement
+            lengths = lengths.clamp(max=len(CONFIDENCE) - 1).to(p)
+            inner = p.clamp(1e-6, 1 - 1e-6)
+            rho = torch.sigmoid(a + b * lengths + c * torch.logit(inner))
+            # From rho = (1 - w) p + w.  Where p is above rho, nothing is mixed in.
+            solved = (rho - inner) / (1 - inner)
+            w = torch.where(p > 0, solved.clamp(min=0), w)
         has_none = ~(p_draft > 0).any(1, keepdim=True)                                 # (k, 1)
         p_draft = p_draft.masked_fill(has_none, 1 / p_draft.shape[1])
         return ((1 - w) * p_draft).scatter_add(1, predicted, w)
-
-    def weight(self, p, lengths):
-        """w of Eq. 2 (k, 1), from p and the lengths of the matches, (k, 1) each."""
-        a, b, c = self.agreement
-        lengths = lengths.clamp(max=len(CONFIDENCE) - 1).to(p)
-        p = p.clamp(1e-6, 1 - 1e-6)
-        rho = torch.sigmoid(a + b * lengths + c * torch.logit(p))
-        # From rho = (1 - w) p + w.  Where the drafter's own p is above rho, nothing is mixed in.
-        return ((rho - p) / (1 - p)).clamp(min=0)
 
 # ---------------------------------------------------------------- the builder
 class Graft(priced.PctCost):
@@ -140,15 +128,15 @@ class Graft(priced.PctCost):
         super().__init__(cost, node_price, start, width, depth, max_nodes)
         self.mixture, self.gram = mixture, mixture.gram
 
-    def right(self, new):
+    def right(self):
         """As in PctCost: N_0 was verified, or would have been."""
         return common_prefix(self.mixture.undrafted, self.mixture.new)
 
-    def draft(self, undrafted, prices):
+    def draft(self, undrafted):
         """-> Candidates, and the Plan of what is verified of them."""
         # N_0, the tree without any forward: the root and the chain that is suggested after it.
-        undrafted.token[0] = self.mixture.root                 # Max-Gram needs the root's id
-        before = self.chain(undrafted, self.gram, CHAIN, prices)
+        undrafted.token[0] = self.mixture.root_id              # Max-Gram needs the root's id
+        before = self.chain(undrafted, self.gram, CHAIN, "chain")
         self.mixture.undrafted = [undrafted.token[node] for node in before.nodes]
         # Beside a chain drafting gains less: it has a balance of its own.
         kind = "draft beside a chain" if before.nodes else "draft"
@@ -157,26 +145,25 @@ class Graft(priced.PctCost):
 
         # Each forward reads the frontier and one suggested chain.
         candidates = Candidates(undrafted.expand, undrafted.root, self.width)
-        candidates.token[0] = self.mixture.root
-        grow = partial(self.grow, candidates, least=prices.node_price)
-        r = priced.draft_by_price(candidates, grow, prices, self.depth, self.max_nodes)
+        candidates.token[0] = self.mixture.root_id
+        r = self.grow_by_price(candidates, partial(self.grow, candidates))
         # After the nodes that no forward has read, suggested chains are added without a forward.
-        price = r * prices.node_price
+        price = r * self.prices.node_price
         for node in range(1, len(candidates.token)):
             if candidates.expand_index[node] < 0 and candidates.p[node] >= price:
                 chain = priced.suggested(self.gram, candidates, node, CHAIN, price)
-                priced.add_chain(self.gram, candidates, node, chain)
-        after = priced.most_profitable(candidates, prices, self.max_nodes)
-        self.expect(candidates.expand, kind, before, after)
+                priced.add_chain(candidates, node, chain)
+        after = self.most_profitable(candidates)
+        self.expect(kind, before, after)
         return candidates, after
 
-    def grow(self, candidates, frontier, least):
+    def grow(self, candidates, frontier):
         """As Candidates.grow; the same forward reads the chain suggested after the best node.
 
-        least: as of priced.suggested.  A token of the chain becomes a node if the drafter has it
-        among the `width` best children of the node before it.  Where it has not, the chain ends.
+        A token of the chain becomes a node if the drafter has it among the `width` best children
+        of the node before it.  Where it has not, the chain ends.
         """
-        best = candidates.ranked(frontier)[0]
+        best, least = candidates.ranked(frontier)[0], self.prices.node_price
         found = priced.suggested(self.gram, candidates, best, CHAIN, least, LEAST)
         # The forward also drafts children of the chain's last token.  They must not be too deep.
         chain = [token for token, _ in found]

@@ -76,12 +76,9 @@ FIRST = 2               # a balance begins with the gain that the first round ex
 # A tree to verify: its nodes without the root, E, T
 Plan = namedtuple("Plan", "nodes E T")
 PLAIN = Plan([], 1.0, 1.0)
-# A round, and its seconds: within the builder, and from its return to its next call
-Timed = namedtuple("Timed", "nodes forwards drafting verifying")
-
-def is_plain(timed):
-    """Whether a round drafted nothing."""
-    return not timed.nodes and not timed.forwards
+# A sequence's last round, kept on its expand: numbers of nodes and forwards, seconds of drafting,
+# when it was over, expand.remaining, and {kind of drafting: (T_0 / E_0, T - T_0)}
+Last = namedtuple("Last", "nodes forwards drafting returned remaining tried")
 
 class PctCost:
     """PCT whose thresholds follow from prices.
@@ -92,52 +89,105 @@ class PctCost:
 
     def __init__(self, cost=None, node_price=None, start=None, width=WIDTH, depth=DEPTH,
                  max_nodes=MAX_NODES):
-        self.fixed = Prices(cost, node_price, start)
+        given = Prices(cost, node_price, start)._asdict()
+        self.given = {name: price for name, price in given.items() if price is not None}
+        self.measured = len(self.given) < len(given)
         self.width, self.depth, self.max_nodes = width, depth, max_nodes
         self.now = time.perf_counter
         self.prices = None
-        self.rounds = deque(maxlen=ROUNDS)               # Timed ones, of all sequences
-        self.plain = 0                                   # of these, the number without a draft
+        # Of all sequences: (nodes, forwards, seconds of drafting, those of Eq. 7), if it was plain
+        self.rounds, self.plain = deque(maxlen=ROUNDS), deque(maxlen=ROUNDS)
         self.count = 0                                   # of all rounds
-        self.drafted = False                             # whether one drafted since the last fit
         self.balance = {}                                # {kind of drafting: Eq. 6}
 
     def __call__(self, expand, root):
         """-> Tree"""
         began = self.now()
-        self.learn(expand, began, DEFAULTS.get(root.device.type, DEFAULTS["cuda"]))
-        expand.tried, expand.before = {}, expand.remaining
+        default = DEFAULTS.get(root.device.type, DEFAULTS["cuda"])
+        self.prices = self.prices or default._replace(**self.given)
+        if hasattr(expand, "last"):
+            self.learn(expand.last, began, expand.remaining, default)
+        self.tried = {}
         candidates, plan = Candidates(expand, root, self.width), PLAIN
-        if not self.is_plain_due():
-            candidates, plan = self.draft(candidates, self.prices)
-        expand.returned = self.now()
-        drafting = expand.returned - began
-        expand.timed = Timed(len(plan.nodes), candidates.num_forwards, drafting, None)
-        if not plan.nodes and not candidates.num_forwards:
-            return root_only(expand, root)
-        return candidates.tree(plan.nodes)
+        # Without plain rounds a step is not known: of n rounds log2 n are plain.
+        if not self.measured or sum(self.plain) >= len(self.plain).bit_length():
+            candidates, plan = self.draft(candidates)
+        nodes, forwards, returned = len(plan.nodes), candidates.num_forwards, self.now()
+        expand.last = Last(
+            nodes, forwards, returned - began, returned, expand.remaining, self.tried)
+        return candidates.tree(plan.nodes) if nodes or forwards else root_only(expand, root)
 
-    def draft(self, candidates, prices):
+    def draft(self, candidates):
         """-> Candidates, and the Plan of what is verified of them."""
         if not self.pays("draft"):
             return candidates, PLAIN
-        draft_by_price(candidates, candidates.grow, prices, self.depth, self.max_nodes)
-        plan = most_profitable(candidates, prices, self.max_nodes)
-        self.expect(candidates.expand, "draft", PLAIN, plan)
+        self.grow_by_price(candidates, candidates.grow)
+        plan = self.most_profitable(candidates)
+        self.expect("draft", PLAIN, plan)
         return candidates, plan
 
-    def chain(self, candidates, gram, longest, prices):
+    def chain(self, candidates, gram, longest, kind):
         """Add the chain that Max-Gram suggests after the root -> the Plan of its best length.
 
         It is PLAIN where a chain does not pay.
         """
-        chain = suggested(gram, candidates, 0, longest, least=prices.node_price)
-        add_chain(gram, candidates, 0, chain)
-        plan = most_profitable(candidates, prices, self.max_nodes)
-        if not plan.nodes or not self.pays("chain"):
+        add_chain(candidates, 0, suggested(gram, candidates, 0, longest, self.prices.node_price))
+        plan = self.most_profitable(candidates)
+        if not plan.nodes or not self.pays(kind):
             return PLAIN
-        self.expect(candidates.expand, "chain", PLAIN, plan)
+        self.expect(kind, PLAIN, plan)
         return plan
+
+    # ------------------------------------------------ Eq. 2 to 5
+    def grow_by_price(self, candidates, grow):
+        """Draft while one more forward is expected to be worth its price -> r, the rate reached.
+
+        grow(frontier) runs the drafter once -> the new nodes, the layer L.
+        """
+        p, expand_index = candidates.p, candidates.expand_index
+        frontier, r = [0], 1.0
+        while frontier and candidates.num_forwards < self.depth:
+            layer = grow(frontier)
+            # E / T, if drafting ended here and the nodes of Eq. 2 were verified
+            worth = [p_j for p_j in p[1:] if p_j >= r * self.prices.node_price]
+            worth = sorted(worth, reverse=True)[:self.max_nodes]
+            r = max(r, (1 + sum(worth)) / self.time_of(candidates, len(worth)))
+            price = r * self.prices.node_price
+            # Eq. 3.  R is the frontier; in graft.py also the nodes of a suggested chain, which the
+            # same forward both drafted and expanded.
+            R = frontier + [j for j in layer if expand_index[j] >= 0]
+            s = sum(p[j] for j in layer if p[j] >= price) / sum(p[j] for j in R)
+            # Eq. 4, of nodes that no forward has expanded yet, and whose children are not too deep
+            frontier = [j for j in layer if s * p[j] >= price and expand_index[j] < 0
+                        and candidates.depth[j] < candidates.expand.remaining]
+            frontier = candidates.best(frontier, self.max_nodes)
+            # Eq. 5
+            if sum(s * p[j] - price for j in frontier) < r * self.prices.cost:
+                break
+        return r
+
+    def time_of(self, candidates, nodes):
+        """T of a round that drafted the candidates and verifies so many nodes, and the root."""
+        T = 1.0 + candidates.num_forwards * self.prices.cost
+        if nodes:
+            T += self.prices.start + nodes * self.prices.node_price
+        return T
+
+    def most_profitable(self, candidates):
+        """The Plan of the highest E / T after all drafting: the n most probable nodes, for any n.
+
+        Of equally high ones the smallest, so a node that gains nothing is not verified.
+        """
+        drafted = range(1, len(candidates.token))
+        ranked = candidates.ranked(drafted)[:self.max_nodes]
+        E = 1.0
+        best = Plan([], E, self.time_of(candidates, 0))
+        for n, j in enumerate(ranked, 1):
+            E += candidates.p[j]
+            T = self.time_of(candidates, n)
+            if E / T > best.E / best.T:
+                best = Plan(ranked[:n], E, T)
+        return best
 
     # ------------------------------------------------ whether it pays: Eq. 6
     def pays(self, kind):
@@ -147,44 +197,28 @@ class PctCost:
             self.balance[kind] = balance + RETRY
         return balance >= 0
 
-    def expect(self, expand, kind, before, after):
+    def expect(self, kind, before, after):
         """This round turns the Plan `before` into `after`."""
         worth, taken = before.T / before.E, after.T - before.T
         self.balance.setdefault(kind, FIRST * ((after.E - before.E) * worth - taken))
-        expand.tried[kind] = worth, taken
+        self.tried[kind] = worth, taken
 
-    def right(self, new):
-        """How many tokens of the last N_0 were right, if that round gave `new` tokens."""
+    def right(self):
+        """How many tokens of the last N_0 were right."""
         return 0
 
-    # ------------------------------------------------ what the last round took and gave
-    def learn(self, expand, now, default):
-        """The last round of this sequence, if there was one, is over."""
-        self.prices = self.prices or self.but_fixed(default)
-        if not hasattr(expand, "timed"):
-            return
-        if len(self.rounds) == ROUNDS:
-            self.plain -= is_plain(self.rounds[0])       # the next one takes its place
-        self.rounds.append(expand.timed._replace(verifying=now - expand.returned))
-        self.plain += is_plain(expand.timed)
+    def learn(self, last, now, remaining, default):
+        """A sequence's last round is over: what it took and gave."""
+        self.rounds.append((last.nodes, last.forwards, last.drafting, now - last.returned))
+        self.plain.append(not last.nodes and not last.forwards)
         self.count += 1
-        self.drafted |= not is_plain(expand.timed)
-        if None in self.fixed and self.drafted and self.count % FIT_EVERY == 0:
-            self.drafted = False
-            self.prices = self.but_fixed(fit(self.rounds, self.prices, default))
-        new = expand.before - expand.remaining
-        right = self.right(new)
-        for kind, (worth, taken) in expand.tried.items():
-            gain = right if kind == "chain" else new - 1 - right
+        is_due = self.measured and self.count % FIT_EVERY == 0
+        if is_due and not all(list(self.plain)[-FIT_EVERY:]):
+            self.prices = fit(self.rounds, self.prices, default)._replace(**self.given)
+        drafted, right = last.remaining - remaining - 1, self.right()
+        for kind, (worth, taken) in last.tried.items():
+            gain = right if kind == "chain" else drafted - right
             self.balance[kind] = FORGET * self.balance[kind] + gain * worth - taken
-
-    def is_plain_due(self):
-        """Whether a plain round is missing, without which a step is not known: log2 n of n."""
-        return None in self.fixed and self.plain < len(self.rounds).bit_length()
-
-    def but_fixed(self, prices):
-        """The prices, those that were given in their places."""
-        return Prices(*(own if price is None else price for price, own in zip(self.fixed, prices)))
 
 class PricedChain(PctCost):
     """Max-Gram alone: its chain, cut at the length with the highest E / T, which may be 0.
@@ -194,29 +228,14 @@ class PricedChain(PctCost):
     """
 
     def __init__(self, gram, node_price=None, start=None, max_nodes=MAX_NODES):
-        super().__init__(0.0, node_price, start, width=1, max_nodes=max_nodes)
+        super().__init__(0.0, node_price, start, max_nodes=max_nodes)
         self.gram = gram
 
-    def right(self, new):
-        return new - 1
-
-    def draft(self, candidates, prices):
+    def draft(self, candidates):
         candidates.token[0] = candidates.root.item()
-        return candidates, self.chain(candidates, self.gram, self.max_nodes, prices)
+        return candidates, self.chain(candidates, self.gram, self.max_nodes, "draft")
 
 # ---------------------------------------------------------------- a drafter in silent rounds
-def merged(views):
-    """The views of consecutive rounds as one View, of a round that committed all their tokens."""
-    if len(views) == 1:
-        return views[0]
-    tokens = torch.cat([view.tokens for view in views])
-    ids = [token for view in views for token in view.ids]
-    hidden = {}
-    for layer in views[-1].hidden:
-        hidden[layer] = torch.cat([view.hidden[layer] for view in views])
-    # The last view's keys and values contain those of the earlier ones.
-    return views[-1]._replace(tokens=tokens, ids=ids, hidden=hidden)
-
 class OnDemand:
     """A drafter that does nothing in rounds that do not call expand.
 
@@ -237,7 +256,7 @@ class OnDemand:
 
     def expand(self, tokens, parents):
         if self.unread:
-            self.drafter.begin(merged(self.unread), self.root_id)
+            self.drafter.begin(self.merged(), self.root_id)
             self.unread = []
         return self.drafter.expand(tokens, parents)
 
@@ -245,9 +264,19 @@ class OnDemand:
         if not self.unread:
             self.drafter.keep(path)
 
+    def merged(self):
+        """One View, of a round that committed all that is unread."""
+        views, hidden = self.unread, {}
+        for layer in views[-1].hidden:
+            hidden[layer] = torch.cat([view.hidden[layer] for view in views])
+        tokens = torch.cat([view.tokens for view in views])
+        ids = [token for view in views for token in view.ids]
+        # The last view's keys and values contain those of the earlier ones.
+        return views[-1]._replace(tokens=tokens, ids=ids, hidden=hidden)
+
 # ---------------------------------------------------------------- prices, from timed rounds: Eq. 7
 def fit(rounds, last, default):
-    """The Prices by which rounds [Timed] took their times.
+    """The Prices by which rounds [(nodes, forwards, drafting, verifying)] took their times.
 
     How long a step is changes with other programs and with the length of the text.  So each time is
     divided by a step's at that time: the median over the rounds around it, by the last prices.  The
@@ -257,9 +286,8 @@ def fit(rounds, last, default):
     """
     nodes, forwards, drafting, verifying = np.array(rounds).T
     T = 1 + last.start * (nodes > 0) + last.node_price * nodes
-    half = min(AROUND, len(nodes)) // 2
-    padded = np.pad(verifying / T, half, mode="symmetric")
-    unit = np.median(np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1), axis=1)
+    padded = np.pad(verifying / T, AROUND // 2, mode="symmetric")
+    unit = np.median(np.lib.stride_tricks.sliding_window_view(padded, AROUND), axis=1)
     most = max(nodes.max(), 1.0)
     x = np.stack((np.ones_like(nodes), nodes > 0, nodes), 1)                           # (n, 3)
     x = np.concatenate((x, [[-default.start, 1, 0], [-default.node_price * most, 0, most]]))
@@ -275,15 +303,14 @@ def fit(rounds, last, default):
     start = np.clip(start / step, 0, LARGEST * default.start)
     node_price = np.clip(node_price / step, default.node_price / LARGEST,
                          default.node_price * LARGEST)
-    cost = default.cost
-    if forwards.any():
-        drafted = forwards > 0
+    cost, drafted = default.cost, forwards > 0
+    if drafted.any():
         cost = np.median((drafting / unit)[drafted] / forwards[drafted]) / step
     return Prices(float(cost), float(node_price), float(start))
 
 # ---------------------------------------------------------------- suggested chains
 def suggested(gram, candidates, node, longest, least, match=0):
-    """What Max-Gram suggests after a node -> pairs [(token, length of its match)]
+    """What Max-Gram suggests after a node -> pairs [(token, its confidence)]
 
     They are at most `longest`, and none is too deep.  They end before the first token whose
     probability, by Max-Gram's confidences, is below `least`, or whose match is shorter than
@@ -297,74 +324,17 @@ def suggested(gram, candidates, node, longest, least, match=0):
     while len(found) < longest:
         ids, lengths = gram.propose(path, min(N, longest - len(found)))
         for token, length in zip(ids, lengths):
-            p *= gram.confidence_of(length)
+            c = gram.confidence_of(length)
+            p *= c
             if length < match or p < least:
                 return found
-            found.append((token, length))
+            found.append((token, c))
         if not ids:
             break
         path += ids
     return found
 
-def add_chain(gram, candidates, node, chain):
-    """Add a chain [(token, length of its match)] to the candidates below a node."""
-    for token, length in chain:
-        node = candidates.add(node, token, gram.confidence_of(length))
-
-# ---------------------------------------------------------------- drafting: Eq. 2 to 5
-def draft_by_price(candidates, grow, prices, depth, max_nodes):
-    """Draft while one more forward is expected to be worth its price -> r, the rate reached.
-
-    grow(frontier) runs the drafter once -> the new nodes, the layer L.
-    """
-    p, expand_index = candidates.p, candidates.expand_index
-    remaining = candidates.expand.remaining
-    frontier = [0]
-    r = 1.0
-    while frontier and candidates.num_forwards < depth:
-        layer = grow(frontier)
-        r = max(r, rate_at(r, candidates, prices, max_nodes))
-        price = r * prices.node_price
-        # Eq. 3.  R is the frontier; in graft.py also the nodes of a suggested chain, which the same
-        # forward both drafted and expanded.
-        R = frontier + [j for j in layer if expand_index[j] >= 0]
-        kept = [p[j] for j in layer if p[j] >= price]
-        s = sum(kept) / sum(p[j] for j in R)
-        # Eq. 4, of nodes that no forward has expanded yet, and whose children are not too deep
-        frontier = [j for j in layer if s * p[j] >= price and expand_index[j] < 0]
-        frontier = [j for j in frontier if candidates.depth[j] < remaining]
-        frontier = candidates.best(frontier, max_nodes)
-        # Eq. 5
-        gain = sum(s * p[j] - price for j in frontier)
-        if gain < r * prices.cost:
-            break
-    return r
-
-def time_of(prices, forwards, nodes):
-    """T of a round: so many drafter forwards, and a tree of so many nodes, excluding the root."""
-    T = 1.0 + forwards * prices.cost
-    if nodes:
-        T += prices.start + nodes * prices.node_price
-    return T
-
-def rate_at(r, candidates, prices, max_nodes):
-    """E / T, if drafting ended here and the nodes of Eq. 2 were verified, at most max_nodes."""
-    worth = [p for p in candidates.p[1:] if p >= r * prices.node_price]
-    worth = sorted(worth, reverse=True)[:max_nodes]
-    return (1 + sum(worth)) / time_of(prices, candidates.num_forwards, len(worth))
-
-def most_profitable(candidates, prices, max_nodes):
-    """The Plan of the highest E / T after all drafting: the n most probable nodes, for any n.
-
-    Of equally high ones the smallest, so a node that gains nothing is not verified.
-    """
-    drafted = range(1, len(candidates.token))
-    ranked = candidates.ranked(drafted)[:max_nodes]
-    E = 1.0
-    best = Plan([], E, time_of(prices, candidates.num_forwards, 0))
-    for n, j in enumerate(ranked, 1):
-        E += candidates.p[j]
-        T = time_of(prices, candidates.num_forwards, n)
-        if E / T > best.E / best.T:
-            best = Plan(ranked[:n], E, T)
-    return best
+def add_chain(candidates, node, chain):
+    """Add a chain [(token, its confidence)] below a node."""
+    for token, c in chain:
+        node = candidates.add(node, token, c)

@@ -1,7 +1,6 @@
 """A drafter mixed with Max-Gram, against Eq. 1 and 2 in Python floats, and what it is shown."""
 import math
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,7 +58,7 @@ def test_builders_see_mixtures():
         assert both.needs == Paths.needs
         both.reset("probs")
         assert neural.given == "probs"
-        both.begin(SimpleNamespace(ids=text), 0)
+        both.begin(View(torch.tensor(text), text, None, {}, {}), 0)
         paths = []
         for _ in range(rng.randint(1, 4)):
             tokens = [rng.randrange(5) for _ in range(rng.randint(1, 4))]

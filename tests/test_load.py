@@ -53,7 +53,7 @@ def test_what_a_call_names_is_lossless(loaded, text, temperature):
         assert (drafter.gram.bigram, drafter.gram.confidence) == ([1, 2], [0.1, 0.2])
     if "mixture" in text:
         assert drafter.agreement == [0.1, 0.2, 0.3]
-    neural = drafter.drafter.drafter if "mixture" in text else drafter
+    neural = drafter.drafter if "mixture" in text else drafter
     assert getattr(neural, "temperature", None) == temperature
     assert set(load.drafters_in(loaded.checkpoint)) == {"my-glide", "edd"}, "base is a model"
 

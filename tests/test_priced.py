@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import paths, random_table
 
+import verify
 from beyond import graft, priced
 from maxgram import MaxGram
 
@@ -108,7 +109,7 @@ def case(seed):
         drafter.expand = expand_table
         mixture = graft.Mixture(drafter, a.gram)
         mixture.reset(None)
-        mixture.begin(SimpleNamespace(ids=text), ROOT)
+        mixture.begin(verify.View(torch.tensor(text), text, None, {}, {}), ROOT)
         a.build = graft.Graft(mixture, *a.prices, **a.settings)
         a.expand = partial(mixture.expand)
     a.expand.remaining, a.expand.calls = a.remaining, 0
@@ -141,8 +142,8 @@ def test_trees_are_drafted_by_their_rule_and_give_the_highest_rate():
         if kept:
             # G_0 of Eq. 6: how many tokens of this chain, N_0, were right is known a round later.
             *known, last = max(kept, key=len)
-            b.build.mixture.begin(SimpleNamespace(ids=known), last + 1)
-            assert b.build.right(len(known)) == len(known) - 1
+            b.build.mixture.begin(verify.View(None, known, None, {}, {}), last + 1)
+            assert b.build.right() == len(known) - 1
     assert min(silent) > 40, "the root alone, and chains"
 
 # ---------------------------------------------------------------- prices and balances
