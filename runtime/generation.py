@@ -42,6 +42,8 @@ SCORE_ONLY = {getattr(generation, name, None) for name in """
     TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper MinPLogitsWarper TopHLogitsWarper
     TypicalLogitsWarper EpsilonLogitsWarper EtaLogitsWarper SuppressTokensLogitsProcessor
     InfNanRemoveLogitsProcessor LogitNormalization""".split()}
+# Those that a sampled draft follows.  Its few tokens hardly change what the text repeats.
+FOR_DRAFTS = SCORE_ONLY | {generation.RepetitionPenaltyLogitsProcessor}
 
 def refuse(*cases):
     """Raise UserError with the sentence of the first case, a pair (refused, sentence), that is."""
@@ -293,24 +295,26 @@ class Row(verify.Rule):
         self.sequence, self.prompt = ids, ids[0, padding:].tolist()
         self.padding, self.vocab = ids[:, :padding], vocab
         self.processors, self.criteria, self.streamer = processors, criteria, streamer
-        self.score_only = [each for each in processors if type(each) in SCORE_ONLY]
+        self.score_only = {type(each) for each in processors} <= SCORE_ONLY
+        self.for_drafts = [each for each in processors if type(each) in FOR_DRAFTS]
         self.all_scores = () if returns and config.output_scores else None
         self.all_logits = () if returns and config.output_logits else None
         self.rounds, self.met = [], False
 
     def probs(self, logits, temperature=1.0):
-        """As verify.Rule.probs; in sampling by the processors that depend only on scores."""
+        """As verify.Rule.probs; in sampling by FOR_DRAFTS, which see the text so far."""
         # A drafter may have another vocabulary.  Other tokens than the target's are not accepted.
         scores = with_vocabulary(logits.float(), self.vocab)
         if not self.greedy:
-            for processor in self.score_only:
-                scores = processor(None, scores)
+            text = self.sequence.to(scores.device).expand(len(scores), -1)
+            for processor in self.for_drafts:
+                scores = processor(text, scores)
         return super().probs(scores, temperature)
 
     def choose(self, tree, logits, ids):
         """As verify.Rule.choose; -1 after a node to which the text does not lead."""
         self.logits = logits.float()
-        if len(self.score_only) < len(self.processors):
+        if not self.score_only:
             return self.walk(tree, ids)
         self.scores = self.process(ids, self.logits)
         return super().choose(tree, self.scores, ids)

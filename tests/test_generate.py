@@ -1,4 +1,5 @@
 """Inside transformers' own generate(): each kind of argument against generate() without it."""
+import copy
 from functools import cache, partial
 from types import MethodType, SimpleNamespace
 
@@ -11,7 +12,8 @@ from transformers import (
 
 import cape
 import verify
-from runtime import load
+from cascade import Cascade
+from runtime import generation, load
 from runtime.generation import speculative
 from runtime.program import UserError
 from runtime.targets import any_target
@@ -51,6 +53,16 @@ def same(model, ids=PROMPT, build=cape.cape, **how):
 def sampled(model, fast, seed, **how):
     torch.manual_seed(seed)
     return model.generate(PROMPT, custom_generate=fast, do_sample=True, **how)[0].tolist()
+
+def test_a_sampled_draft_follows_a_repetition_penalty(model, monkeypatch):
+    """A drafter with the target's weights: nearly all of its tokens are accepted then."""
+    drafter = Cascade([verify.Target(copy.deepcopy(model))], K=[[4]])
+    fast, taus = speculative(drafter, drafter.drawn), []
+    for for_drafts in (generation.FOR_DRAFTS, generation.SCORE_ONLY):
+        monkeypatch.setattr(generation, "FOR_DRAFTS", for_drafts)
+        sampled(model, fast, 0, repetition_penalty=2.0, max_new_tokens=60)
+        taus.append(fast.last.tau)
+    assert taus[0] > 4 > taus[1]
 
 # ---------------------------------------------------------------- lengths, processors
 PROCESSORS = [
