@@ -56,6 +56,7 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import cape
@@ -187,11 +188,9 @@ def timed_rows(drafter, build, clock, count):
 def library(model, temperature, prompts, rules, **more):
     """Decode by transformers' own generate(), whose further arguments are `more` -> [Record]"""
     torch.manual_seed(rules[0].seed)
-    longest = max(len(prompt.ids) for prompt in prompts)
-    padding = [[0] * (longest - len(prompt.ids)) for prompt in prompts]
-    ids = [zeros + prompt.ids for zeros, prompt in zip(padding, prompts)]
-    mask = [zeros + [1] * len(prompt.ids) for zeros, prompt in zip(padding, prompts)]
-    ids, mask = torch.tensor([ids, mask], device=model.device)
+    texts = [torch.tensor(prompt.ids, device=model.device) for prompt in prompts]
+    ids = pad_sequence(texts, batch_first=True, padding_side="left")                   # (B, n)
+    mask = pad_sequence([torch.ones_like(text) for text in texts], True, padding_side="left")
     start = time.perf_counter()
     # With top_k=0 the library samples among all tokens; its default is 50.
     with torch.inference_mode():
@@ -199,7 +198,7 @@ def library(model, temperature, prompts, rules, **more):
                              max_new_tokens=max(prompt.limit for prompt in prompts),
                              temperature=temperature or 1.0, pad_token_id=0, **more)
     # A decoder-only model returns the prompt, too; an encoder-decoder model its start token.
-    first = 1 if model.config.is_encoder_decoder else longest
+    first = 1 if model.config.is_encoder_decoder else ids.shape[1]
     rows = out[:, first:].tolist()                       # a device-to-host sync
     seconds = {"generate()": (time.perf_counter() - start) / len(prompts)}
     eos = model.generation_config.eos_token_id
