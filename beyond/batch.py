@@ -16,11 +16,10 @@ Then each row's accepted nodes move to the end of its committed entries, by one 
 
     outputs = generate(target, copies(drafter, 3), cape.cape, [ids_0, ids_1, ids_2])
 
-Drafters draft row after row, one for each row.  An object with needs, gamma, reset(rows, slots) and
+Drafters draft row after row, one for each row.  An object with needs, reset(rows) and
 draft(batch, rows) drafts for all rows together, as that of beyond/batch_glide.py does.
 """
 import copy
-import inspect
 from contextlib import nullcontext
 from functools import partial
 
@@ -89,15 +88,12 @@ class Batch(Cache):
     def forward(self, trees):
         """Forward a tree for each row -> logits (B, n, V), hidden states {index: (B, n, D)}."""
         target, device = self.target, self.stack.device
-        n = max(len(tree.tokens) for tree in trees)
         lengths = torch.tensor(self.lengths, device=device)[:, None]           # (B, 1)
         tokens = pad_sequence([tree.tokens for tree in trees], batch_first=True)           # (B, n)
-        # seen (B, n, n): a node's ancestors and itself.  A node of padding sees itself.
-        seen = torch.eye(n, dtype=torch.bool, device=device).repeat(len(trees), 1, 1)
-        for of_row, tree in zip(seen, trees):
-            nodes = len(tree.parents)
-            if nodes > 1:
-                of_row[:nodes, :nodes] = verify.ancestor_mask(tree.parents)
+        n = tokens.shape[1]
+        # A node of padding counts as a child of the root.
+        parents = pad_sequence([tree.parents for tree in trees], batch_first=True)         # (B, n)
+        seen = torch.stack([verify.ancestor_mask(of_row) for of_row in parents])   # (B, n, n)
         depth = seen.sum(-1) - 1                                               # (B, n)
         position = (lengths + depth).clamp(max=target.capacity - 1)
         self.slots = lengths + torch.arange(n, device=device)                  # (B, n)
@@ -155,18 +151,16 @@ def copies(drafter, count):
     """
     modules = {}                         # deepcopy's memo: these count as copied
 
-    def find(x, depth=0):
-        if isinstance(x, nn.Module):
-            modules[id(x)] = x
-        elif isinstance(x, (list, tuple)):
-            for part in x:
-                find(part, depth)
-        elif inspect.ismethod(x):                              # a cascade's chain, say
-            find(x.__self__, depth)
-        elif hasattr(x, "__dict__") and depth < 3:             # a mixture's drafter, its model
-            find(list(vars(x).values()), depth + 1)
+    def find(parts, depth=0):
+        for x in parts:
+            if isinstance(x, nn.Module):
+                modules[id(x)] = x
+            elif isinstance(x, (list, tuple)):
+                find(x, depth)
+            elif hasattr(x, "__dict__") and depth < 3:         # a mixture's drafter, its model
+                find(vars(x).values(), depth + 1)
 
-    find(drafter)
+    find([drafter])
     return [copy.deepcopy(drafter, dict(modules)) for _ in range(count)]
 
 # ---------------------------------------------------------------- the loop
@@ -238,8 +232,7 @@ def rounds(target, drafters, build, prompts, new_tokens=128, rules=Rule(), eos=(
     for row, (logits, view) in zip(rows, prefilled):
         row.start(logits, view)
     if together:
-        slots = max(len(row.sequence) + row.left for row in rows) + together.gamma + 1
-        together.reset(len(rows), slots)
+        together.reset(rows)
     yield {row.number: Round(row.take(row.root.tolist(), ends), [], [], []) for row in rows}
     while True:
         # Rows that have ended leave the batch.

@@ -11,6 +11,8 @@ from functools import partial
 
 import torch
 
+import glide
+
 class BatchGlide:
     """A glide.Drafter of one layer that drafts the chains of all rows.
 
@@ -23,18 +25,12 @@ class BatchGlide:
         self.model, self.temperature = drafter.model, drafter.temperature
         self.needs, self.gamma = drafter.needs, gamma
 
-    def reset(self, rows, slots):
-        """Begin a batch of `rows` rows of up to `slots` tokens, those that are drafted included."""
-        self.rows, self.S = rows, slots
-        self.store = None                            # its own KV entries (2, 1, H, rows S, d)
-
-    def update(self, slots, k, v):
-        """Write KV entries k, v (1, H, m, d) at slots (m,) -> all keys, all values."""
-        if self.store is None:
-            _, H, _, d = k.shape
-            self.store = k.new_zeros(2, 1, H, self.rows * self.S, d)
-        self.store.index_copy_(3, slots, torch.stack((k, v)))
-        return self.store
+    def reset(self, rows):
+        """Begin a batch of batch.Rows."""
+        # The slots of a row are for all its tokens, and those that are drafted after them.
+        self.S = max(len(row.sequence) + row.left for row in rows) + self.gamma + 1
+        c, weight = self.model.config, self.model.layers[0].o.weight
+        self.store = weight.new_zeros(2, 1, c.heads, len(rows) * self.S, c.width // c.heads)
 
     def encode(self, rows):
         """Compute the KV entries of newly committed tokens."""
@@ -49,7 +45,7 @@ class BatchGlide:
         x = self.model.embed(tokens)[None]                                     # (1, m, d_D)
         rope, _ = self.model.ropes(x, position)
         _, k, v = self.model.layers[0].project(x, rope)
-        self.update(slots, k, v)
+        glide.write(self.store, slots, None, k, v)
 
     def draft(self, batch, rows):
         """Draft the greedy chain below the root of each of the A batch.Rows, for its expand."""
@@ -58,7 +54,7 @@ class BatchGlide:
         device = tokens.device
         lengths = torch.tensor(batch.lengths, device=device)
         numbers = torch.tensor([row.number for row in rows], device=device)
-        own = torch.arange(self.rows * self.S, device=device)                  # all slots
+        own = torch.arange(self.store.shape[3], device=device)                 # all slots
         own_row = own // self.S == numbers[:, None]                            # (A, rows S)
         # The target's keys and values in the same way: t entries of each row
         t = max(batch.lengths)
@@ -73,26 +69,22 @@ class BatchGlide:
         for i in range(min(self.gamma, max(2, *(row.left for row in rows)) - 1)):
             position = lengths + i
             mask = own_row & (own % self.S <= position[:, None])               # (A, rows S)
-            update = partial(self.update, numbers * self.S + position)
+            update = partial(glide.write, self.store, numbers * self.S + position, None)
             x = model.embed(tokens)[None]                                      # (1, A, D)
             x = model.layers[0](x, model.ropes(x, position), mask, kv, seen, update)
             found.append(model.head(model.norm(x))[0])                         # (A, V)
             tokens = found[-1].argmax(-1)
         for row, logits in zip(rows, torch.stack(found, 1)):                   # (gamma, V)
-            row.expand = Replay(row.rule.probs(logits, self.temperature))
+            row.expand = partial(replay, row.rule.probs(logits, self.temperature), [])
 
-class Replay:
-    """An expand that answers from a greedy chain that is drafted already."""
+def replay(probs, given, tokens, parents):
+    """An expand that answers from a greedy chain that is drafted already.
 
-    def __init__(self, probs):
-        """probs (gamma, V): what follows the root, and each token of the chain."""
-        self.probs, self.chain = probs, [None, *probs.argmax(-1).tolist()]
-        self.given = 0                   # nodes, the root first
-
-    def __call__(self, tokens, parents):
-        i = self.given
-        is_next = parents == [i - 1] and i < len(self.probs)
-        if not is_next or i > 0 and tokens.item() != self.chain[i]:
-            raise ValueError("BatchGlide drafts the greedy chain alone: give copies(drafter, B)")
-        self.given += 1
-        return self.probs[i:i + 1]
+    probs (gamma, V): what follows the root, and each token of the chain.  given: parents so far.
+    """
+    i = len(given)
+    given += parents
+    is_next = parents == [i - 1] and i < len(probs)
+    if not is_next or i > 0 and not torch.equal(tokens, probs[i - 1:i].argmax(-1)):
+        raise ValueError("BatchGlide drafts the greedy chain alone: give copies(drafter, B)")
+    return probs[i:i + 1]
