@@ -74,7 +74,7 @@ from runtime.provenance import provenance
 TREES = {"chain": cape.chain, "drawn": cape.drawn, "cape": cape.cape, "fixed": cape.fixed,
          "beam": cape.beam, "pct": pct.pct, "vct": pct.vct, "eagle2": pct.eagle2,
          "token-confidence": pct.token_confidence, "pct-cost": priced.PctCost,
-         "graft": graft.Graft}
+         "graft": priced.PctCost}        # whose settings graft.Graft takes
 PROMPTS = load.CHECKPOINTS / "prompts.jsonl"
 FEW = 9                         # prompts of PROMPTS: a minute or less
 

@@ -1,10 +1,8 @@
 """Graft: one tree from two drafters, a neural one and Max-Gram, which drafts without a forward.
 
-It is in none of the three papers, and joins all three.  Max-Gram is section 3.3 of Cascade
-Speculative Drafting (arXiv 2312.11462).  The tree is the pruned candidate tree of Effective Draft
-Decoder with Pruned Candidate Tree (ACL 2025), priced (priced.py).  The neural drafter may be GLIDE
-(arXiv 2402.02082).  "Graft: prune-then-graft" (arXiv 2605.20104, May 2026) has the same name and
-the same idea; its code was not read for this file.
+It is in none of the three papers, and joins all three.  Max-Gram is Cascade's (maxgram.py), the
+tree is EDD's, priced (priced.py), and the neural drafter may be GLIDE.  "Graft: prune-then-graft"
+(arXiv 2605.20104, May 2026) has the same name and the same idea; its code was not read.
 
 The idea.  One forward of a neural drafter takes about s_d, however many nodes it reads.  Max-Gram
 suggests a chain of tokens without any forward.  So one forward reads a node *and* the chain that
@@ -25,9 +23,8 @@ also depends on the drafter's probability p of the predicted token:
 
     logit rho = a + b length + c logit p,      rho = (1 - w) p + w                              (2)
 
-p = 0 is no opinion: the token is not among those that the drafter can predict.  Then Eq. 2 does not
-apply, and w is the confidence by length of match.  Where the drafter predicts nothing at all, the
-same holds, and p_draft is uniform.
+p = 0 is no opinion: the token is not among those that the drafter can predict, and w is the
+confidence by length of match.  Where the drafter predicts nothing at all, p_draft is uniform, too.
 
     mixture = graft.Mixture(drafter, maxgram.MaxGram())
     verify.generate(target, mixture, graft.Graft(mixture), ids)
@@ -38,7 +35,7 @@ import torch
 
 from beyond import priced
 from maxgram import CONFIDENCE
-from pct import DEPTH, MAX_NODES, WIDTH, Candidates
+from pct import Candidates
 
 CHAIN = 16              # the most suggested tokens after one node
 LEAST = 2               # a shorter match is not mixed, and its chain is not read by a forward
@@ -63,7 +60,6 @@ class Mixture(priced.OnDemand):
     def reset(self, probs):
         super().reset(probs)
         self.gram.reset()
-        self.undrafted = []                      # the last round's chain N_0, see Graft
 
     def begin(self, view, root_id):
         super().begin(view, root_id)
@@ -117,27 +113,23 @@ class Mixture(priced.OnDemand):
 
 # ---------------------------------------------------------------- the builder
 class Graft(priced.PctCost):
-    """PctCost with suggested chains.
+    """PctCost with suggested chains, and its prices and settings."""
 
-    depth: the most forwards.  Prices: as for PctCost.  A tree has at most 1 + max_nodes nodes, and
-    is no deeper than expand.remaining.
-    """
-
-    def __init__(self, mixture, cost=None, node_price=None, start=None, width=WIDTH, depth=DEPTH,
-                 max_nodes=MAX_NODES):
-        super().__init__(cost, node_price, start, width, depth, max_nodes)
+    def __init__(self, mixture, *prices, **settings):
+        super().__init__(*prices, **settings)
         self.mixture, self.gram = mixture, mixture.gram
+        self.undrafted = []                      # the last round's chain N_0
 
     def right(self):
         """As in PctCost: N_0 was verified, or would have been."""
-        return common_prefix(self.mixture.undrafted, self.mixture.new)
+        return common_prefix(self.undrafted, self.mixture.new)
 
     def draft(self, undrafted):
         """-> Candidates, and the Plan of what is verified of them."""
         # N_0, the tree without any forward: the root and the chain that is suggested after it.
         undrafted.token[0] = self.mixture.root_id              # Max-Gram needs the root's id
         before = self.chain(undrafted, self.gram, CHAIN, "chain")
-        self.mixture.undrafted = [undrafted.token[node] for node in before.nodes]
+        self.undrafted = [undrafted.token[node] for node in before.nodes]
         # Beside a chain drafting gains less: it has a balance of its own.
         kind = "draft beside a chain" if before.nodes else "draft"
         if not self.pays(kind):
@@ -163,34 +155,31 @@ class Graft(priced.PctCost):
         A token of the chain becomes a node if the drafter has it among the `width` best children
         of the node before it.  Where it has not, the chain ends.
         """
-        best, least = candidates.ranked(frontier)[0], self.prices.node_price
-        found = priced.suggested(self.gram, candidates, best, CHAIN, least, LEAST)
+        best = candidates.ranked(frontier)[0]
         # The forward also drafts children of the chain's last token.  They must not be too deep.
-        chain = [token for token, _ in found]
-        chain = chain[:candidates.expand.remaining - candidates.depth[best] - 1]
-        if not chain:
+        longest = min(CHAIN, candidates.expand.remaining - candidates.depth[best] - 1)
+        found = priced.suggested(
+            self.gram, candidates, best, longest, self.prices.node_price, LEAST)
+        if not found:
             return candidates.grow(frontier)
 
         # What the forward reads: the frontier with `best` as its last node, then the chain below.
         first_child = len(candidates.token)
         first_index = candidates.num_expanded
-        nodes = [node for node in frontier if node != best]
-        nodes.append(best)
-        index_of_best = first_index + len(nodes) - 1
+        nodes = sorted(frontier, key=lambda node: node == best)
+        ids = [candidates.token[node] for node in nodes] + [token for token, _ in found]
         parents = [candidates.expand_index_above(node) for node in nodes]
-        parents += range(index_of_best, index_of_best + len(chain))
-        ids = [candidates.token[node] for node in nodes] + chain
-        tokens = torch.tensor(ids, device=candidates.root.device)
-        c, x = candidates.forward(tokens, parents)
+        for i in range(len(nodes), len(ids)):
+            parents.append(first_index + i - 1)
+        c, x = candidates.forward(torch.tensor(ids, device=candidates.root.device), parents)
 
-        for i, node in enumerate(nodes):
-            candidates.expand_index[node] = first_index + i
-            children = candidates.add_children(node, c[i], x[i])
-        # `children` are those of `best` now, then those of one token of the chain after the other.
-        for i, token in enumerate(chain, len(nodes)):
-            if token not in children:
+        # `children` are those of `best` in the end, then those of one token of the chain after the
+        # other, while it is among them.
+        children = {}
+        for i, token in enumerate(ids):
+            node = nodes[i] if i < len(nodes) else children.get(token)
+            if node is None:
                 break
-            node = children[token]
             candidates.expand_index[node] = first_index + i
             children = candidates.add_children(node, c[i], x[i])
         return range(first_child, len(candidates.token))

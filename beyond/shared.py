@@ -95,7 +95,13 @@ class Between(nn.Module):
             target_logits = target_logits[:, self.words]
         return edd.kl(target_logits, logits)
 
-# ---------------------------------------------------------------- GLIDE's layer
+    def join(self, draft_model):
+        """Become a part of the draft model that was made with this embedding and head."""
+        draft_model.between, draft_model.loss_of = self, self.loss_of
+        # The head was trained on what the target's last norm gives.
+        draft_model.norm.weight.data.copy_(self.tables.norm)
+
+# ---------------------------------------------------------------- GLIDE's layer, and EDD's
 @dataclass
 class GlideConfig(glide.Config):
     """glide.Config and what these drafters have beyond it; sizes are those of a target's layer."""
@@ -128,17 +134,6 @@ class Layer(glide.Layer):
         in_window = mask & (visible_after <= self.c.window)                    # (T, keys)
         return super().attend(q, k, v, in_window)
 
-class GlideShared(glide.Glide):
-    """The draft model: GLIDE, or vanilla, with a windowed layer between the target's tables."""
-
-    def __init__(self, config, ropes, tables):
-        between = Between(config, tables)
-        super().__init__(config, *ropes, between.embed, between.head, Layer)
-        self.between, self.loss_of = between, between.loss_of
-        # The head was trained on what the target's last norm gives.
-        self.norm.weight.data.copy_(tables.norm)
-
-# ---------------------------------------------------------------- EDD's layer
 @dataclass
 class EDDConfig(edd.Config):
     """edd.Config and what these drafters have beyond it."""
@@ -148,13 +143,3 @@ class EDDConfig(edd.Config):
     def for_target(cls, model, hidden=edd.HIDDEN, **more):
         """As edd.Config.for_target."""
         return super().for_target(model, hidden, projected=is_tied(model), **more)
-
-class EDDShared(edd.EDD):
-    """The draft model, EDD or VDM: a new layer and norm between the target's tables."""
-
-    def __init__(self, config, parts, tables):
-        """parts: an edd.Parts, of which embed and head are not used."""
-        between = Between(config, tables)
-        super().__init__(config, parts._replace(embed=between.embed, head=between.head))
-        self.between, self.loss_of = between, between.loss_of
-        self.norm.weight.data.copy_(tables.norm)

@@ -220,11 +220,16 @@ def new(config, model, words=None):
     with torch.device(like.device):
         match config:                    # the first of these classes of which it is an instance
             case shared.GlideConfig():
-                made = shared.GlideShared(config, ropes_of(model, config), tables_of(model, words))
+                between = shared.Between(config, tables_of(model, words))
+                made = glide.Glide(config, *ropes_of(model, config), between.embed, between.head,
+                                   shared.Layer)
+                between.join(made)
             case glide.Config():
                 made = glide.Glide(config, *ropes_of(model, config))
             case shared.EDDConfig():
-                made = shared.EDDShared(config, parts_of(model), tables_of(model, words))
+                between = shared.Between(config, tables_of(model, words))
+                made = edd.EDD(config, parts_of(model, between.embed, between.head))
+                between.join(made)
             case eagle.Config():
                 tables = tables_of(model)
                 made = eagle.Eagle(config, parts_of(model, tables.embed, tables.head))
