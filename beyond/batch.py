@@ -46,23 +46,21 @@ class Batch(Cache):
                              "honour a tree's mask: decode its sequences one by one")
         self.target = target
         self.stack = None                # (2 x layers, B, H, slots, d)
-        self.lengths = []                # committed tokens of each row
+        self.lengths = None              # committed tokens of each row, a list
         self.slots, self.end = None, 0   # of the current forward: (B, n), int
 
     # ------------------------------------------------ rows
     def prefill(self, prompts, needs):
         """Prefill the prompts, a row each -> [(the logits (V,) after it, its View)]"""
         found, stacks = [], []
+        self.lengths = [len(ids) for ids in prompts]
+        slots = max(self.lengths) + verify.MARGIN
         for ids in prompts:
             found.append(self.target.prefill(ids, needs=needs))
-            length = len(self.target.ids)
-            pairs = self.target.cache.kv.values()
-            entries = [x[:, :, :length] for pair in pairs for x in pair]       # (1, H, length, d)
-            stacks.append(torch.stack(entries))                # (2 layers, 1, H, length, d)
-            self.lengths.append(length)
-        slots = max(self.lengths) + verify.MARGIN
-        padded = [F.pad(stack, (0, 0, 0, slots - stack.shape[3])) for stack in stacks]
-        self.stack = torch.cat(padded, 1)
+            committed = self.target.cache.stack[:, :, :, :len(ids)]
+            padded = F.pad(committed, (0, 0, 0, slots - len(ids)))
+            stacks.append(padded)                              # (2 x layers, 1, H, slots, d)
+        self.stack = torch.cat(stacks, 1)
         return [(logits, self.view(row, view.tokens, view.ids, view.hidden))
                 for row, (logits, view) in enumerate(found)]
 
@@ -118,11 +116,10 @@ class Batch(Cache):
     def update(self, k, v, layer, *args, **kwargs):
         """Write a layer's new entries k, v (B, H, n, d) -> all keys and values before `end`."""
         rows = torch.arange(len(k), device=k.device)[:, None]                  # (B, 1)
-        found = []
-        for held, new in zip(self.stack[2 * layer:2 * layer + 2], (k, v)):
-            held[rows, :, self.slots] = new.transpose(1, 2)                    # (B, n, H, d)
-            found.append(held[:, :, :self.end])
-        return found
+        held = self.stack[2 * layer:2 * layer + 2]                             # (2, B, H, slots, d)
+        new = torch.stack((k, v)).permute(1, 3, 0, 2, 4)                       # (B, n, 2, H, d)
+        held[:, rows, :, self.slots] = new
+        return held[:, :, :, :self.end]
 
     def get_seq_length(self, layer_idx=0):
         return max(self.lengths)
@@ -174,13 +171,6 @@ class Row:
         verify.check_prompt(target, ids, self.left)
         self.expand = partial(drafter.expand)
 
-    def start(self, logits, view):
-        """Choose the first root by the prefill's logits (V,)."""
-        self.view = view
-        self.drafter.reset(self.rule.probs)
-        last = verify.root_only(None, view.tokens[-1:])
-        self.root = self.rule.choose(last, logits[None], self.sequence)        # (1,)
-
     def take(self, new, ends):
         """Append new tokens up to the limit or an end of text -> those appended."""
         new = verify.until_end(new[:self.left], ends)
@@ -230,7 +220,10 @@ def rounds(target, drafters, build, prompts, new_tokens=128, rules=Rule(), eos=(
     rows = [Row(number, target, *of_row) for number, of_row in enumerate(parts)]
     prefilled = batch.prefill(prompts, (together or of_rows[0]).needs)
     for row, (logits, view) in zip(rows, prefilled):
-        row.start(logits, view)
+        row.view = view
+        row.drafter.reset(row.rule.probs)
+        last = verify.root_only(None, view.tokens[-1:])
+        row.root = row.rule.choose(last, logits[None], row.sequence)           # (1,)
     if together:
         together.reset(rows)
     yield {row.number: Round(row.take(row.root.tolist(), ends), [], [], []) for row in rows}

@@ -73,8 +73,7 @@ class Eagle(nn.Module):
         feature = batch.hidden[self.config.hidden]                             # (B, T, D)
         # No feature precedes the first token, so it has no prediction: the mask leaves it out.
         predicted = F.pad(self(batch.ids, feature), (0, 0, 1, 0))              # (B, T, D)
-        mask = torch.ones_like(batch.ids, dtype=torch.bool)
-        mask[:, 0] = False
+        mask = F.pad(torch.ones_like(batch.ids[:, 1:], dtype=torch.bool), (1, 0))          # (B, T)
         return [(predicted, feature, mask)]
 
     def loss_of(self, predicted, feature):

@@ -128,7 +128,7 @@ class Graft(priced.PctCost):
         """-> Candidates, and the Plan of what is verified of them."""
         # N_0, the tree without any forward: the root and the chain that is suggested after it.
         undrafted.token[0] = self.mixture.root_id              # Max-Gram needs the root's id
-        before = self.chain(undrafted, self.gram, CHAIN, "chain")
+        before = self.chain(undrafted, CHAIN, "chain")
         self.undrafted = [undrafted.token[node] for node in before.nodes]
         # Beside a chain drafting gains less: it has a balance of its own.
         kind = "draft beside a chain" if before.nodes else "draft"

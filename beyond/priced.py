@@ -48,10 +48,8 @@ return to its next call the target verifies and the drafter reads what was commi
 
     step + start + |N| node_price     or, without nodes,     step                               (7)
 
-    build = PctCost(node_price=0.012)                  # a price that is given stays
+    build = PctCost(node_price=0.012)                  # for all sequences; this price stays
     verify.generate(target, OnDemand(drafter), build, ids)
-
-Builders are objects here, since prices and balances last longer than a sequence.
 """
 import time
 from collections import deque, namedtuple
@@ -126,12 +124,13 @@ class PctCost:
         self.expect("draft", PLAIN, plan)
         return candidates, plan
 
-    def chain(self, candidates, gram, longest, kind):
+    def chain(self, candidates, longest, kind):
         """Add the chain that Max-Gram suggests after the root -> the Plan of its best length.
 
         It is PLAIN where a chain does not pay.
         """
-        add_chain(candidates, 0, suggested(gram, candidates, 0, longest, self.prices.node_price))
+        least = self.prices.node_price
+        add_chain(candidates, 0, suggested(self.gram, candidates, 0, longest, least))
         plan = self.most_profitable(candidates)
         if not plan.nodes or not self.pays(kind):
             return PLAIN
@@ -233,7 +232,7 @@ class PricedChain(PctCost):
 
     def draft(self, candidates):
         candidates.token[0] = candidates.root.item()
-        return candidates, self.chain(candidates, self.gram, self.max_nodes, "draft")
+        return candidates, self.chain(candidates, self.max_nodes, "draft")
 
 # ---------------------------------------------------------------- a drafter in silent rounds
 class OnDemand:

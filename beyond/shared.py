@@ -81,8 +81,7 @@ class Between(nn.Module):
         logits = self.tables.head(x)
         if self.words is None:
             return logits
-        shape = (*logits.shape[:-1], self.config.vocab)
-        spread = logits.new_full(shape, float("-inf"))
+        spread = logits.new_full((*logits.shape[:-1], self.config.vocab), -torch.inf)
         return spread.index_copy(-1, self.words, logits)
 
     def loss_of(self, x, target_logits):
