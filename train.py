@@ -414,7 +414,7 @@ def train(a, calls, command):
             "validation": metrics[name],
             "target": about_target,
         }
-        models.save(out / name, module, tokenizer, about)
+        models.save(out / name, module.to(torch.bfloat16), tokenizer, about)
         print(f"saved {out / name}")
     (out / "state.pt").unlink()
 

@@ -24,10 +24,8 @@ def files_of(paths):
                 is_hidden = any(name.startswith(".") for name in inner.parts)
                 if path.is_file() and not is_hidden:
                     yield path, path.name.lower().removesuffix(".gz").endswith(NAMES)
-        elif os.path.exists(given):            # a file, or a pipe
+        else:                                  # a file, or a pipe
             yield Path(given), True
-        else:
-            raise UserError(f"{given or 'an empty name'} does not exist: name files or folders")
 
 # ---------------------------------------------------------------- their rows
 def lines_of(path):

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from runtime import load
-from training.models import save_weights
+from training import models as draft_models
 
 # ---------------------------------------------------------------- made-up drafters and their trees
 def table_expand(table):
@@ -138,7 +138,7 @@ def save_drafter(folder, kind, draft_model, target, tokenizer=None, temperature=
     """Save a draft model as train.py does, but in its own precision."""
     about = {"kind": kind, "target": load.fingerprint(target, tokenizer),
              "validation": {"temperature": temperature}}
-    save_weights(folder, draft_model, about)
+    draft_models.save(folder, draft_model, tokenizer, about)
 
 def write_rows(path, rows):
     """JSON lines -> path"""

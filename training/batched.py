@@ -35,12 +35,10 @@ def write(target, prompts, length, batch, temperature=0.0):
         # Padded on the left, so that all answers begin in one column.  The mask hides the padding,
         # and generate() derives the positions from it.
         ids = [torch.tensor(prompts[i], device=target.device) for i in numbers]
-        mask = [torch.ones_like(prompt) for prompt in ids]
-        ids, mask = [pad_sequence(rows, batch_first=True, padding_side="left")
-                     for rows in (ids, mask)]
+        ids = pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left")
         out = target.generate(
-            ids, attention_mask=mask, max_length=length, pad_token_id=0, top_k=0,
-            do_sample=temperature > 0, temperature=temperature or 1.0)
+            ids.clamp(min=0), attention_mask=(ids >= 0).long(), max_length=length, pad_token_id=0,
+            top_k=0, do_sample=temperature > 0, temperature=temperature or 1.0)
         for i, answer in zip(numbers, out[:, ids.shape[1]:].tolist()):
             end = next((n for n, token in enumerate(answer, 1) if token in stop), len(answer))
             yield i, answer[:end]

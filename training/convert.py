@@ -26,13 +26,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))      # so that it runs from anywhere
 
 import torch
-from safetensors.torch import load_file
+from transformers.modeling_utils import load_state_dict
 
 import glide
 from beyond import eagle, medusa
 from runtime import families, load
 from runtime.program import UserError, program
-from training.models import save_weights
+from training.models import save
 
 # GLIDE's weights: ours, and the published ones of which ours is stacked
 GLIDE = {
@@ -55,11 +55,7 @@ def read_weights(folder):
     pickled = [*folder.glob("*.bin"), *folder.glob("*.pt")]
     found = {}
     for file in list(folder.glob("*.safetensors")) or pickled:
-        if file.suffix == ".safetensors":
-            weights = load_file(file)
-        else:
-            weights = torch.load(file, weights_only=True, map_location="cpu")
-        for name, weight in weights.items():
+        for name, weight in load_state_dict(file).items():
             name = re.sub(r"^(small_model|medusa_head)\.", "", name)
             if not name.endswith("rotary_emb.inv_freq"):
                 found[name] = weight
@@ -68,10 +64,9 @@ def read_weights(folder):
 # ---------------------------------------------------------------- layouts -> kind, Config, weights
 def from_eagle(weights, settings, target):
     config = eagle.Config.for_target(target)
-    renamed = {"fc.bias": torch.zeros(config.width)}                   # some have none
-    for name, weight in weights.items():
-        if name != "embed_tokens.weight":
-            renamed[name.replace("layers.0.", "layer.")] = weight
+    renamed = {name.replace("layers.0.", "layer."): weight for name, weight in weights.items()}
+    renamed.pop("embed_tokens.weight", None)
+    renamed.setdefault("fc.bias", torch.zeros(config.width))           # some have none
     return "eagle", config, renamed
 
 def from_medusa(weights, settings, target):
@@ -124,8 +119,7 @@ def main(argv):
     if convert is None:
         raise UserError(f"{a.source} holds no GLIDE, EAGLE-1 or MEDUSA-1: none of its weights is "
                         f"called {' or '.join(LAYOUTS)}")
-    path = a.source / "config.json"
-    settings = json.loads(path.read_text()) if path.exists() else {}
+    settings = json.loads((a.source / "config.json").read_text())
     settings = settings.get("small_cfg") or settings       # of a file for target and drafter
     target, tokenizer = load.load_target(a.target, "auto", "cpu")
     try:
@@ -142,7 +136,7 @@ def main(argv):
         "target": load.fingerprint(target, tokenizer),
         "validation": {},
     }
-    save_weights(a.out, module, about)
+    save(a.out, module, tokenizer, about)
     print(f"saved {a.out}: python bench.py --target {a.target} --checkpoint {a.out} "
           f"--drafter {kind}")
 

@@ -1,7 +1,7 @@
 """Documents as token ids: encoded once into a folder, which training maps into memory.
 
     report = prepare(paths, tokenizer, template, folder)         # template: by chats.template_of
-    data = load(paths, tokenizer, template, target, folder)      # -> Prepared, prepared before
+    data = load(paths, tokenizer, template, target, folder)      # what training reads
     prompts_in(paths, tokenizer, template, limit)                # what a target is asked
 
 A prepared folder holds
@@ -20,8 +20,9 @@ import json
 import os
 import sys
 from array import array
-from collections import defaultdict, namedtuple
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch.distributed as dist
@@ -33,15 +34,7 @@ from runtime.program import UserError
 
 PLACES = 3          # rows that are named for each line of a report
 
-# tokens (n,), documents (m, 3) to train on, and those that are held out
-Prepared = namedtuple("Prepared", "tokens documents held_out")
-
 # ---------------------------------------------------------------- what was read, and what was not
-def add(report, what, document):
-    """Add a row to a report.  The first PLACES places are kept: there may be millions."""
-    places = report[what]
-    places.append(document.place if len(places) < PLACES else None)
-
 def lines_of(report):
     """The lines of a report, the most frequent first."""
     lines = []
@@ -77,13 +70,12 @@ def encoded(paths, tokenizer, template, report):
         raise UserError(f"{type(tokenizer).__name__} does not say where in a text its tokens "
                         "stand: give a tokenizer with a tokenizer.json (a fast one)")
     vocab = max(tokenizer.get_vocab().values()) + 1
-    is_empty = True
     bar = tqdm(text.documents(paths), unit=" rows", desc="prepare", leave=False, disable=None)
     for document in bar:
         try:
             parts = chats.encode(document, tokenizer, template)
         except text.LeftOut as why:
-            add(report, f"left out: {why}", document)
+            report[f"left out: {why}"].append(document.place)
             continue
         largest = max(max(plain_ids(ids)) for ids in parts)
         if largest >= vocab:
@@ -91,12 +83,11 @@ def encoded(paths, tokenizer, template, report):
                             f"has {vocab} tokens: give text, or ids of the target's tokenizer")
         unread = ", ".join(sorted(chats.not_read(document, template)))
         what = f"read as {document.form}" + (f"; not read: {unread}" if unread else "")
-        add(report, what, document)
+        report[what].append(document.place)
         if document.note:
-            add(report, f"read without {document.note}", document)
-        is_empty = False
+            report[f"read without {document.note}"].append(document.place)
         yield document, parts
-    if is_empty:
+    if all(what.startswith("left out") for what in report):
         raise UserError(f"--data holds no text to learn from: {'; '.join(lines_of(report))}")
 
 def prepare(paths, tokenizer, template, folder):
@@ -125,7 +116,7 @@ def prepare(paths, tokenizer, template, folder):
 
 # ---------------------------------------------------------------- what training reads
 def load(paths, tokenizer, template, target, folder, keep=False):
-    """Files and folders -> Prepared, and its report is printed.
+    """Files and folders -> tokens (n,), documents (m, 3) and held_out (k, 3); prints the report.
 
     template: a name and arguments, as of chats.template_of.  target: the target's fingerprint.  The
     files are encoded into `folder`, unless the path is a folder that prepare() has made, or what is
@@ -150,14 +141,14 @@ def load(paths, tokenizer, template, target, folder, keep=False):
         notes.append("warning: --data has text that another model than --target wrote, or another "
                      "copy of it: drafters learn best from what their own target writes")
     index = np.load(Path(folder, "documents.npy"))
-    is_held_out = index[:, 3] == 1
-    if not is_held_out.any():
+    learned, held_out = [index[index[:, 3] == mark, :3] for mark in (0, 1)]
+    if not len(held_out):
         notes.append("no text is held out: drafters are measured on what they learn")
+        held_out = learned
     if is_first:
         print(*notes, sep="\n")
     tokens = np.load(Path(folder, "tokens.npy"), mmap_mode="r")
-    held_out = index[is_held_out] if is_held_out.any() else index
-    return Prepared(tokens, index[~is_held_out, :3], held_out[:, :3])
+    return SimpleNamespace(tokens=tokens, documents=learned, held_out=held_out)
 
 def digest_of(fingerprint):
     """Eight hex digits of a target's fingerprint, by which text knows who wrote it."""
@@ -183,10 +174,10 @@ def prompts_in(paths, tokenizer, template, limit):
             if tuple(ids) in found:
                 raise text.LeftOut("its prompt comes once more")
         except text.LeftOut as why:
-            add(report, f"left out: {why}", document)
+            report[f"left out: {why}"].append(document.place)
             continue
         found[tuple(ids)] = document.kind
-        add(report, "asked", document)
+        report["asked"].append(document.place)
     lines = lines_of(report)
     if not found:
         raise UserError(f"--data holds no prompt to ask: {'; '.join(lines)}")

@@ -26,7 +26,6 @@ from training.documents import plain_ids
 CHAIN = 5                                  # drafted tokens a round
 PROMPTS = 32                               # held-out prompts
 NEW = 64                                   # tokens that are decoded after each
-FITTED = 2 ** 11                           # tokens whose predictions are kept, for the temperature
 GRID = [0.3 * 1.03 ** i for i in range(89)]               # temperatures, 0.3 ... 4
 
 def prompts_of(tokens, documents, length):
@@ -52,17 +51,14 @@ def prompts_of(tokens, documents, length):
 
 def decode(target, drafter, ids, eos):
     """Decode after a prompt -> Counter of what was drafted, [(p_draft (V,), target's choice)]"""
-    rows = []                              # the drafter's probabilities after each node
+    rows = []                              # the drafter's probabilities after each node of a chain
 
     def build(expand, root):
         if isinstance(drafter, Cascade):       # a language model writes its chain itself
             return drafter.chain(expand, root)
-
-        def recorded(tokens, parents):
-            rows.append(expand(tokens, parents))
-            return rows[-1]
-        recorded.remaining = expand.remaining
-        return cape.chain(recorded, root, CHAIN)
+        chosen, p, probs = cape.draft(expand, root, CHAIN, cape.best)
+        rows[:] = probs
+        return cape.chain_tree(root, chosen, cape.valid_length(p).item())
 
     total, predictions = Counter(), []
     for one in verify.rounds(target, drafter, build, ids, NEW, eos=eos):
@@ -70,10 +66,9 @@ def decode(target, drafter, ids, eos):
         if drafted > 0:
             right = min(len(one.path) - 1, len(one.new))
             # Every drafted token up to the first wrong one was tested.
-            total.update(tested=min(right + 1, drafted, len(one.new)), right=right)
-            total.update(rounds=1, new=len(one.new))
-            predictions += zip((row[0] for row in rows), one.new)
-        rows.clear()
+            tested = min(right + 1, drafted, len(one.new))
+            total.update(tested=tested, right=right, rounds=1, new=len(one.new))
+            predictions += zip(rows, one.new)
     return total, predictions
 
 def fit_temperature(predictions):
@@ -99,9 +94,9 @@ def measure(target, drafters, prompts):
         total, predictions = Counter(), []
         drafter.temperature = 1.0
         for ids in tqdm(prompts, f"decode with {name}", leave=False, disable=None):
-            counts, found = decode(target, drafter, ids, () if eos is None else eos)
+            counts, found = decode(target, drafter, ids, eos)
             total.update(counts)
-            predictions += found[:FITTED - len(predictions)]
+            predictions += found
         metrics[name] = {"alpha": total["right"] / max(1, total["tested"]),
                          "tau": total["new"] / max(1, total["rounds"]),
                          "temperature": fit_temperature(predictions)}

@@ -71,11 +71,10 @@ def draft_model(kind, target, tokens, **settings):
         words = shared.frequent_words(learned, words, config.vocab, ends)
     module = families.new(config, target, words).float()
     if tables == "target":
-        pairs = (module.embed, families.embedding_of), (module.head, families.head_of)
-        for own, copy_of in pairs:
-            weight = copy_of(target).weight
-            if own.weight.shape == weight.shape:
-                own.weight.data.copy_(weight)
+        copies = families.embedding_of(target), families.head_of(target)
+        for own, copied in zip((module.embed, module.head), copies):
+            if own.weight.shape == copied.weight.shape:
+                own.weight.data.copy_(copied.weight)
     return module
 
 # Settings, beside those of the paper in the file of each drafter:
@@ -148,22 +147,14 @@ def drafter_of(kind, module):
     return drafter_class(module)
 
 def save(folder, module, tokenizer, about):
-    """Save a draft model; its weights become bfloat16.  about: a dict of how it was made."""
-    module.to(torch.bfloat16)
+    """Save a draft model in its own precision.  about: a dict of how it was made."""
     if isinstance(module, SmallLM):
         module.lm.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        save_about(folder, about)
     else:
-        save_weights(folder, module, about)
-
-def save_weights(folder, module, about):
-    """Save a draft model that is no language model, in its own precision."""
-    folder.mkdir(parents=True, exist_ok=True)
-    save_model(module, folder / "model.safetensors", {"format": "pt"})
-    save_about(folder, {"config": vars(module.config), **about})
-
-def save_about(folder, about):
-    """Write training.json, by which a folder is known as a drafter's: it comes last."""
+        folder.mkdir(parents=True, exist_ok=True)
+        save_model(module, folder / "model.safetensors", {"format": "pt"})
+        about = {"config": vars(module.config), **about}
+    # By training.json a folder is known as a drafter's: it comes last.
     about = json.dumps({"commit": commit(), **about}, indent=1)
     (folder / "training.json").write_text(about + "\n")
