@@ -69,12 +69,6 @@ class Batch(Cache):
         self.stack = self.stack[:, rows]
         self.lengths = [self.lengths[row] for row in rows]
 
-    def reserve(self, slots):
-        """Allocate at least `slots` slots for every row."""
-        if slots > self.stack.shape[3]:
-            more = max(slots - self.stack.shape[3], verify.MARGIN)
-            self.stack = F.pad(self.stack, (0, 0, 0, more))
-
     def view(self, row, tokens, ids, hidden):
         """What a commit appended to a row -> verify.View.  tokens (k,), hidden {index: (k, D)}."""
         length = self.lengths[row]
@@ -96,7 +90,9 @@ class Batch(Cache):
         position = (lengths + depth).clamp(max=target.capacity - 1)
         self.slots = lengths + torch.arange(n, device=device)                  # (B, n)
         self.end = max(self.lengths) + n
-        self.reserve(self.end)
+        more = self.end - self.stack.shape[3]
+        if more > 0:
+            self.stack = F.pad(self.stack, (0, 0, 0, max(more, verify.MARGIN)))
         # mask (B, n, end): the row's committed entries, and what is seen of its tree
         committed = torch.arange(self.end, device=device) < lengths            # (B, end)
         mask = committed[:, None].repeat(1, n, 1)

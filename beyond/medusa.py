@@ -104,9 +104,8 @@ class Drafter:
         self.depths = []                                       # of this round's nodes
         feature = view.hidden[self.config.hidden][-1]                          # (D,)
         logits = [head(x) for head, x in zip(self.model.heads, self.model(feature))]
-        none = torch.full_like(logits[0], float("-inf"))                       # (V,)
-        # What follows a node at depth d; the last entry is for all deeper nodes.
-        table = torch.stack([*logits, none])                                   # (K + 1, V)
+        # What follows a node at depth d; the last entry, nothing, is for all deeper nodes.
+        table = F.pad(torch.stack(logits), (0, 0, 0, 1), value=-torch.inf)     # (K + 1, V)
         self.table = self.probs(table, self.temperature)
 
     def expand(self, tokens, parents):

@@ -125,10 +125,7 @@ class PctCost:
         return candidates, plan
 
     def chain(self, candidates, longest, kind):
-        """Add the chain that Max-Gram suggests after the root -> the Plan of its best length.
-
-        It is PLAIN where a chain does not pay.
-        """
+        """Add Max-Gram's chain after the root -> the Plan of its best length; PLAIN if none pays."""
         least = self.prices.node_price
         add_chain(candidates, 0, suggested(self.gram, candidates, 0, longest, least))
         plan = self.most_profitable(candidates)
@@ -222,8 +219,7 @@ class PctCost:
 class PricedChain(PctCost):
     """Max-Gram alone: its chain, cut at the length with the highest E / T, which may be 0.
 
-    gram: the MaxGram of a cascade without models, which commits to it.  The root's id is read from
-    the device.
+    gram: the MaxGram of a cascade without models, which commits to it.
     """
 
     def __init__(self, gram, node_price=None, start=None, max_nodes=MAX_NODES):

@@ -13,10 +13,9 @@ V.  All others get probability zero: they are never drafted, and cost the target
     edd-shared          EDD's (edd.py)                       hidden states of one layer
     vdm-shared          EDD's, as the VDM                    nothing but the tables
 
-None of these is the drafter of the GLIDE paper or of the EDD paper.  glide-shared has the shape of
-LongSpec (Yang et al., arXiv 2502.17421): self-attention over a window, and cross-attention onto the
-target's cache.  EAGLE (arXiv 2401.15077) shares the tables, too.  The list V_high is FR-Spec's
-(arXiv 2502.14856), whose Eq. 2 reduces the head to it.
+None of these is the drafter of a paper here.  glide-shared has the shape of LongSpec (arXiv
+2502.17421): self-attention over a window, and cross-attention onto the target's cache.  EAGLE
+shares the tables, too.  The list is FR-Spec's V_high (arXiv 2502.14856, Eq. 2).
 
     python train.py glide-shared edd-shared --data ...
 """
