@@ -125,7 +125,7 @@ class PctCost:
         return candidates, plan
 
     def chain(self, candidates, longest, kind):
-        """Add Max-Gram's chain after the root -> the Plan of its best length; PLAIN if none pays."""
+        """Add Max-Gram's chain after the root -> the best Plan, PLAIN if none pays."""
         least = self.prices.node_price
         add_chain(candidates, 0, suggested(self.gram, candidates, 0, longest, least))
         plan = self.most_profitable(candidates)

@@ -233,8 +233,6 @@ def test_medusas_heads_are_shifted_as_the_docstring_says(llama):
     assert (found[6] == float("-inf")).all(), "nothing beyond the last head"
 
 # ---------------------------------------------------------------- between the target's tables
-SHARED = {"glide-shared": {"layer": 1, "window": 3}, "edd-shared": {}}
-
 def test_the_most_frequent_words():
     """By a Counter; the end of a text is one of them; of equally frequent ones the lower."""
     for seed in range(20):
@@ -245,7 +243,7 @@ def test_the_most_frequent_words():
         ranked.remove(8)
         assert frequent_words(tokens, 5, 9, eos=8).tolist() == sorted([8, *ranked[:4]])
 
-@pytest.mark.parametrize("kind", SHARED)
+@pytest.mark.parametrize("kind", ["glide-shared", "edd-shared"])
 def test_the_layer_learns_among_the_words_alone(kind):
     """KL of softmaxes over the words' logits; every weight learns.
 
@@ -254,7 +252,7 @@ def test_the_layer_learns_among_the_words_alone(kind):
     model = tiny("llama", tie_word_embeddings=kind == "edd-shared").requires_grad_(False)
     norm = model.get_decoder().norm.weight
     norm.data.uniform_(0.5, 2)
-    draft_model = random_draft_model(model, kind, words=WORDS, **SHARED[kind])
+    draft_model = random_draft_model(model, kind, words=WORDS)
     torch.testing.assert_close(draft_model.norm.weight, norm, rtol=1e-5, atol=0, check_dtype=False)
     config = draft_model.config
     assert config.projected == (kind == "edd-shared")
@@ -315,14 +313,12 @@ def test_a_score_depends_on_the_distance_alone(name):
             scores = [rope(q, torch.tensor([p + 3]))(q)[0].double() @ keys[p][layer] for p in keys]
             assert max(scores) - min(scores) < 1e-5, layer
 
-def test_another_rope_than_llamas_is_a_valueerror_of_glide():
+def test_what_rotates_in_an_unknown_way_is_refused():
+    """GPT-J has a table in each layer; a drafter that reads no keys serves it."""
     dynamic = tiny("llama", rope_scaling=dict(rope_type="dynamic", factor=4.0))
     for model in (dynamic, made("GPT2LMHeadModel"), made("CohereForCausalLM")):
         with pytest.raises(ValueError, match="glide.py serves llama, .*see runtime.families.py"):
             glide.rope_of(model)
-
-def test_keys_that_rotate_in_an_unknown_way_are_refused():
-    """GPT-J's, by a table in each layer; a drafter that reads no keys serves."""
     model = tiny("GPTJForCausalLM", n_embd=32, n_layer=2, n_head=4, n_positions=40, rotary_dim=4)
     with pytest.raises(ValueError, match="GPTJForCausalLM rotates its keys in a way that is unk"):
         random_draft_model(model, "glide")
@@ -369,14 +365,12 @@ def test_a_head_without_a_table_is_copied_by_what_it_computes():
         torch.testing.assert_close(head.weight, lm_head.weight[words])
         torch.testing.assert_close(head.bias, lm_head.bias[words])
 
-@pytest.mark.parametrize("name, layers, intermediate_size", [
-    ("glide-shared", 19, 64), ("edd-shared", 4, 1536)])
-def test_checkpoints_for_smollm2_load(name, layers, intermediate_size):
-    """Whose names are older, beside random Llamas.  Other checkpoints: test_lossless.py."""
+@pytest.mark.parametrize("name", ["glide-shared", "edd-shared"])
+def test_checkpoints_for_smollm2_load(name):
+    """Whose names are older, beside a random Llama.  Other checkpoints: test_lossless.py."""
     config = transformers.LlamaConfig(
-        vocab_size=49152, hidden_size=576, intermediate_size=intermediate_size,
-        num_hidden_layers=layers, num_attention_heads=9, num_key_value_heads=3,
-        tie_word_embeddings=True)
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=19,
+        num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True)
     model = transformers.LlamaForCausalLM(config)
     with pytest.warns(UserWarning, match="other weights"):
         drafter, about = families.load(ROOT / "checkpoints/smollm2" / name, model)

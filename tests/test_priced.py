@@ -15,26 +15,20 @@ from maxgram import MaxGram
 ROOT = 0
 ROOTS = torch.tensor([ROOT])
 
-def after(gram, path):
-    """The token that Max-Gram suggests after a path, and its match's length; None, 0 for none."""
-    token, length = gram.propose(path, 1) if gram else ([], [])
-    return (*token, *length) or (None, 0)
-
 def row_of(table, gram, path):
     """The distribution after a path (the root first): the table's, Max-Gram's token mixed in."""
     row = table[path[-1]].tolist()
-    token, length = after(gram, path)
-    w = gram.confidence_of(length) if length >= 2 else 0
-    return [(1 - w) * p + w * (x == token) for x, p in enumerate(row)]
+    token, length = gram.propose(path, 1) if gram else ([], [])
+    w = gram.confidence_of(length[0]) if length and length[0] >= 2 else 0
+    return [(1 - w) * p + w * ([x] == token) for x, p in enumerate(row)]
 
 def suggested(path, joint, gram, least, most, match=0):
     """What is suggested after a path while its probability is `least` or more -> {path: joint}."""
     found = {}
-    while len(found) < most:
-        token, length = after(gram, path)
-        if token is None or length < match or joint * gram.confidence_of(length) < least:
-            break
+    for token, length in zip(*gram.propose(path, most)) if gram else ():
         path, joint = (*path, token), joint * gram.confidence_of(length)
+        if length < match or joint < least:
+            break
         found[path] = joint
     return found
 
