@@ -14,10 +14,7 @@ import torch
 import glide
 
 class BatchGlide:
-    """A glide.Drafter of one layer that drafts the chains of all rows.
-
-    gamma: of the builders, which are cape.chain and cape.cape.
-    """
+    """A glide.Drafter of one layer for all rows.  gamma: the builder's, cape.chain or cape.cape."""
 
     def __init__(self, drafter, gamma=5):
         if len(drafter.model.layers) != 1:

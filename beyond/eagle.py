@@ -7,7 +7,6 @@ this into logits of token i + 1.  The features of committed tokens are known fro
 drafted token EAGLE has to go on from its own prediction.
 
     paper                               shape          name here
-    t_i, the tokens                     (B, T)         ids
     f_i, the features                   (B, T, D)      feature: hidden_states[-1]
     FC([e(t_i), f_{i-1}])               (B, T - 1, D)  Eagle.inputs
     f^_i, the predicted features        (B, T - 1, D)  Eagle.forward
@@ -97,7 +96,6 @@ class Drafter(edd.Drafter):
     """Drafts with EAGLE, by the contract of a drafter in verify.py."""
 
     def reset(self, probs):
-        """As edd.Drafter.reset."""
         super().reset(probs)
         # The target's feature of the last committed token, then the predicted one of each node
         self.features = self.store.new_zeros(0, self.config.width)             # (1 + nodes, D)

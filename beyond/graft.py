@@ -48,10 +48,7 @@ def common_prefix(a, b):
     return length
 
 class Mixture(priced.OnDemand):
-    """A neural drafter mixed with Max-Gram: one drafter, by the contract in verify.py.
-
-    drafter: a drafter by that contract.  gram: a MaxGram.  agreement: (a, b, c) of Eq. 2, or None.
-    """
+    """A drafter and Max-Gram.  gram: a MaxGram.  agreement: (a, b, c) of Eq. 2, or None."""
 
     def __init__(self, drafter, gram, agreement=None):
         super().__init__(drafter)
@@ -81,10 +78,7 @@ class Mixture(priced.OnDemand):
         return probs.index_copy(0, rows, self.mixture(probs[rows], predicted, lengths))
 
     def predict(self, ids, parents):
-        """Max-Gram's predictions after m new nodes -> [(index among the m, token, length of match)]
-
-        Only those of a match of LEAST or longer.
-        """
+        """Max-Gram's predictions, by LEAST tokens or more -> [(index in ids, token, length)]"""
         predictions = []
         for row, (token, parent) in enumerate(zip(ids, parents)):
             path = [*self.paths[parent], token] if parent >= 0 else [token]

@@ -95,7 +95,6 @@ class Drafter:
         self.needs = {"hidden": (self.config.hidden,)}
 
     def reset(self, probs):
-        """As edd.Drafter.reset."""
         self.probs = probs
 
     @torch.no_grad()

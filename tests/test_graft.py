@@ -16,12 +16,9 @@ class Paths:
     """A drafter with probabilities of its own after each path; some are 0, and some whole rows."""
     needs = {"hidden": (1,)}
 
-    def __init__(self):
+    def reset(self, probs):
         self.begun, self.kept = [], []
         self.keep = self.kept.append
-
-    def reset(self, probs):
-        """Its probabilities need nothing."""
 
     def begin(self, view, root):
         self.begun.append((view, root))
