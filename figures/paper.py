@@ -200,8 +200,8 @@ def claims(match):
 TABLE = re.compile(r"<!--table (\S+): ([^>]+)-->\n(.*?)<!--end-->", re.S)
 PRINTED = re.compile(r"(<!--printed (\S+)-->\n```\n).*?(?=```)", re.S)
 CLAIMS = re.compile(r"(<!--claims-->\n\n)((?:\|.*\n)+)")
-NUMBER = r"[+−-]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-MARKED = re.compile(rf"<!--([\w/.-]+) ([^:<>]+): ([^<>]+?)-->(open\b|{NUMBER})((?:x|×| ?%)?)"
+NUMBER = r"[+-]?\d*\.?\d+"
+MARKED = re.compile(rf"<!--([\w/.-]+) ([^:<>]+): ([^<>]+?)-->(open\b|{NUMBER})"
                     rf"( \[{NUMBER}, {NUMBER}\])?")
 REPRODUCED = re.compile(r"<!--reproduced ?([\d.]*)-->(yes|partly|no|open)\b")
 
@@ -210,13 +210,12 @@ def pages():
     return [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
 
 def as_written(value, text):
-    """A value, as precise as the number `text`, and in its form (.76, +0.17, −0.3)."""
-    number = f"{abs(value):.{len(text.partition('.')[2])}f}"
-    if text.lstrip("+−-").startswith("."):
-        number = number.removeprefix("0")
-    if value < 0:
-        return ("−" if "−" in text else "-") + number
-    return "+" * (text[0] in "+-−") + number
+    """A value, as precise as the number `text`, and in its form (.76, +0.17, -0.3)."""
+    sign = "+" if text[0] in "+-" else ""
+    decimals = len(text.partition(".")[2])
+    number = f"{value:{sign}.{decimals}f}"
+    is_bare = text.lstrip("+-").startswith(".")
+    return number.replace("0.", ".", 1) if is_bare else number
 
 def figures_of(match):
     """A match of MARKED -> [value], or [value, low, high], by the rows; []: there is no row."""
@@ -226,7 +225,7 @@ def figures_of(match):
 
 def figure(match):
     """A match of MARKED -> the same by the rows; "open" where there is no row."""
-    text, unit, bracket = match.groups()[3:]
+    text, bracket = match.groups()[3:]
     found = figures_of(match)
     written = "open"
     if found:
@@ -235,9 +234,7 @@ def figure(match):
             sign = "+" if has_interval and not is_ratio(match[2]) else ""
             text = f"{sign}{0:{form_of(match[2])}}"
             bracket = has_interval
-        scale = 100 if "%" in unit else 1
-        value, *ends = (as_written(scale * number, text) for number in found)
-        written = value + unit
+        written, *ends = (as_written(number, text) for number in found)
         if bracket:
             written += f" [{', '.join(ends)}]"
     return match[0][:match.start(4) - match.start()] + written
@@ -264,22 +261,22 @@ def filled(text):
     text = MARKED.sub(figure, text)
     return "\n".join(map(reproduced, text.split("\n")))
 
-def write():
-    """Fill all pages from the rows."""
+def write(check=False):
+    """Fill all pages from the rows -> 0; check: only say where they differ -> 1 if they do"""
+    status = 0
     for page in pages():
         text = page.read_text(encoding="utf-8")
-        page.write_text(filled(text), encoding="utf-8")
-
-def check():
-    """Compare all pages with the rows -> exit status"""
-    wrong = []
-    for page in pages():
-        text = page.read_text(encoding="utf-8")
-        pairs = zip(text.split("\n"), filled(text).split("\n"))
-        wrong += [f"{page.name}, line {number}: {old}\n  should be {new}"
-                  for number, (old, new) in enumerate(pairs, 1) if old != new]
-    print(*wrong or ["holds"], sep="\n", file=sys.stderr if wrong else sys.stdout)
-    return 1 if wrong else 0
+        new = filled(text)
+        if not check:
+            page.write_text(new, encoding="utf-8")
+            continue
+        for number, (line, wanted) in enumerate(zip(text.split("\n"), new.split("\n")), 1):
+            if line != wanted:
+                print(f"{page.name}, line {number}: {line}\n  should be {wanted}", file=sys.stderr)
+                status = 1
+    if check and not status:
+        print("holds")
+    return status
 
 # ---------------------------------------------------------------- the command line
 # In a dry run the grown target is smaller, and elsewhere.
@@ -341,7 +338,7 @@ def main(argv):
         p.error(f"figures/runs.py has no run {unknown[0]}")
     os.chdir(ROOT)
     if a.verb in ("write", "check"):
-        return write() if a.verb == "write" else check()
+        return write(check=a.verb == "check")
     return gpu(a.dry) if a.verb == "gpu" else measure(a.names, a.dry)
 
 if __name__ == "__main__":

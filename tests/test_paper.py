@@ -58,19 +58,19 @@ def test_ratios_and_differences_are_paired_over_questions(page):
     assert paper.compare("run", "tau on chat", "d x fast", "d x slow")[0] == pytest.approx(1.0)
 
 def test_a_page_is_filled_as_it_is_written_and_what_is_not_measured_stays_open(page):
-    text = ("<!--run tau: d x fast-->0.0 and <!--run speedup: d x fast / d x slow-->9x [9, 9], "
+    text = ("<!--run tau: d x fast-->0.0 and <!--run speedup: d x fast / d x slow-->9 [9, 9], "
             "<!--run tau: d x fast / d x slow-->+.00, <!--run tau: d x new-->open, "
             "<!--run speedup: d x fast / d x slow-->open\n")
     found = paper.re.sub("<!--.*?-->", "", page(text))
-    assert found == "3.0 and 2x [2, 2], +.33, open, 2.00 [2.00, 2.00]\n"
+    assert found == "3.0 and 2 [2, 2], +.33, open, 2.00 [2.00, 2.00]\n"
     table = ("<!--table run: paper, speedup, tau-->\n\n|method|paper|speedup|τ|\n|-|-|-|-|\n"
              "|plain|1|?|?|\n|d × slow|7|?|?|\n|d × new|8|?|?|\n\n<!--end-->\n")
     found = page(table)
     assert "|plain|1|1.00|1.00|\n" in found and "|d × slow|7|1.82 [" in found
     assert "|d × new|8|open|open|" in found and "run `run`; 5 prompts; commit abc" in found
-    assert paper.check() == 0
+    assert paper.write(check=True) == 0
     (paper.ROOT / "docs" / "page.md").write_text("<!--run tau: d x fast-->3.1")
-    assert paper.check() == 1
+    assert paper.write(check=True) == 1
 
 def test_a_claim_is_reproduced_where_all_intervals_are_above(page):
     above, below, unknown = (f"<!--run speedup: d x {methods}-->open" for methods in (
