@@ -404,10 +404,9 @@ def train(a, calls, command):
     if rank > 0:
         return
     for name, module in modules.items():
-        about = {                            # models.save adds the config and the commit
+        about = {                            # models.save adds the config, commit and date
             "kind": calls[name].name,
             "command": "python train.py " + shlex.join(command),
-            "date": time.strftime("%Y-%m-%d"),
             "seed": a.seed,
             "steps": steps,
             "tokens_seen": steps * step_tokens,

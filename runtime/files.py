@@ -20,8 +20,7 @@ def files_of(paths):
     for given in map(str, paths):
         if os.path.isdir(given):
             for path in sorted(Path(given).rglob("*")):
-                inner = path.relative_to(given)
-                is_hidden = any(name.startswith(".") for name in inner.parts)
+                is_hidden = any(name.startswith(".") for name in path.relative_to(given).parts)
                 if path.is_file() and not is_hidden:
                     yield path, path.name.lower().removesuffix(".gz").endswith(NAMES)
         else:                                  # a file, or a pipe

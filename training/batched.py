@@ -11,6 +11,7 @@ append() writes rows for train.py as they are finished:
 import json
 import os
 
+import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
@@ -18,6 +19,7 @@ from tqdm import tqdm
 from runtime import load
 from runtime.program import UserError
 from training.documents import digest_of
+from verify import until_end
 
 @torch.no_grad()
 def write(target, prompts, length, batch, temperature=0.0):
@@ -28,8 +30,7 @@ def write(target, prompts, length, batch, temperature=0.0):
     """
     # Prompts of similar sizes share a batch: the padding of a text counts for its length.
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    stop = target.generation_config.eos_token_id
-    stop = set(stop) if isinstance(stop, list) else {stop}
+    ends = {*np.ravel(target.generation_config.eos_token_id).tolist()}
     for start in range(0, len(order), batch):
         numbers = order[start:start + batch]
         # Padded on the left, so that all answers begin in one column.  The mask hides the padding,
@@ -40,8 +41,7 @@ def write(target, prompts, length, batch, temperature=0.0):
             ids.clamp(min=0), attention_mask=(ids >= 0).long(), max_length=length, pad_token_id=0,
             top_k=0, do_sample=temperature > 0, temperature=temperature or 1.0)
         for i, answer in zip(numbers, out[:, ids.shape[1]:].tolist()):
-            end = next((n for n, token in enumerate(answer, 1) if token in stop), len(answer))
-            yield i, answer[:end]
+            yield i, until_end(answer, ends)
 
 def kept_rows(path):
     """The rows that a file of JSON lines holds, or [].  A last line that was cut off is removed."""

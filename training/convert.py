@@ -20,7 +20,6 @@ import json
 import re
 import shlex
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))      # so that it runs from anywhere
@@ -132,7 +131,6 @@ def main(argv):
     about = {
         "kind": kind,
         "command": "python training/convert.py " + shlex.join(argv),
-        "date": time.strftime("%Y-%m-%d"),
         "target": load.fingerprint(target, tokenizer),
         "validation": {},
     }

@@ -6,6 +6,7 @@
 """
 import json
 import re
+from datetime import date
 from functools import partial
 from types import SimpleNamespace
 
@@ -43,6 +44,7 @@ class SmallLM(torch.nn.Module):
             bos_token_id=None,
             eos_token_id=c.eos_token_id)
         self.lm = transformers.LlamaForCausalLM(config).to(target.device)
+        self.head = partial(self.lm.lm_head)   # a function: no second name of its weights
         self.config = SimpleNamespace(loss=loss, hidden=None)
 
     terms, loss_of = edd.EDD.terms, edd.EDD.loss_of
@@ -50,10 +52,6 @@ class SmallLM(torch.nn.Module):
     def forward(self, ids, hidden, block):
         """As edd.EDD.forward, by the ids (B, T) alone -> (B, T, D)"""
         return self.lm.model(input_ids=ids, use_cache=False).last_hidden_state
-
-    def head(self, x):
-        """x (..., D) -> logits (..., V)"""
-        return self.lm.lm_head(x)
 
 # ---------------------------------------------------------------- the drafters
 def draft_model(kind, target, tokens, **settings):
@@ -156,5 +154,5 @@ def save(folder, module, tokenizer, about):
         save_model(module, folder / "model.safetensors", {"format": "pt"})
         about = {"config": vars(module.config), **about}
     # By training.json a folder is known as a drafter's: it comes last.
-    about = json.dumps({"commit": commit(), **about}, indent=1)
-    (folder / "training.json").write_text(about + "\n")
+    about = {"commit": commit(), "date": date.today().isoformat(), **about}
+    (folder / "training.json").write_text(json.dumps(about, indent=1) + "\n")
