@@ -104,17 +104,15 @@ def medusa(model):
         return head(f + F.silu(block["linear"](f)))
     return weights_of(heads, "medusa_head."), {"medusa_num_heads": 2}, logits
 
-def arguments(folder, out, weights, config, pickled=False):
-    """Write files as the hub has them -> the arguments of the command"""
-    source = out.with_name("in")
-    source.mkdir()
+def arguments(folder, source, weights, config, pickled=False):
+    """Write files as the hub has them -> the arguments of the command, which saves to out"""
     if pickled:                                    # with what is no weight
         weights["x.rotary_emb.inv_freq"] = torch.ones(4)
         torch.save(weights, source / "pytorch_model.bin")
     else:
         save_file(weights, source / "model.safetensors")
     (source / "config.json").write_text(json.dumps(config))
-    return [str(source), "--target", str(folder), "--out", str(out)]
+    return [str(source), "--target", str(folder), "--out", str(source / "out")]
 
 # ---------------------------------------------------------------- equal to the published forwards
 @pytest.mark.parametrize("kind, published", [
@@ -124,7 +122,7 @@ def test_drafts_are_those_of_the_published_forward(target, tmp_path, kind, publi
     """Along a chain of five, after twelve committed tokens."""
     folder, model = target
     weights, config, logits = published(model)
-    argv = arguments(folder, tmp_path / "out", weights, config, pickled=kind == "medusa")
+    argv = arguments(folder, tmp_path, weights, config, pickled=kind == "medusa")
     assert convert.main(argv) == 0
     drafter, about = families.load(tmp_path / "out", model)
     assert about["kind"] == kind
@@ -146,6 +144,6 @@ def test_a_weight_too_much_is_named(target, tmp_path, capsys):
     folder, model = target
     weights, config, _ = eagle(model)
     weights["layers.0.input_layernorm.weight"] = torch.ones(WIDTH)
-    argv = arguments(folder, tmp_path / "out", weights, config)
+    argv = arguments(folder, tmp_path, weights, config)
     refused(capsys, argv, "layer.input_layernorm.weight", convert.main)
     assert not (tmp_path / "out").exists()

@@ -70,11 +70,10 @@ def append(path, target, tokenizer, prompts, length, batch, temperatures):
                  if tuple(ids) not in done]
         texts = write(target, [ids for _, ids in given], length, batch, temperature)
         bar = tqdm(texts, f"temperature {temperature:g}", len(given), unit="text", disable=None)
-        with open(path, "a") as file:
+        with open(path, "a", buffering=1) as file:           # a line is written at once
             for number, answer in bar:
                 kind, prompt = given[number]
                 row = {"source": kind, "temperature": temperature, "target": writer,
                        "prompt": prompt, "answer": answer}
                 file.write(json.dumps(row) + "\n")
-                file.flush()
     print(f"saved {path}")

@@ -78,7 +78,7 @@ def begin(path, target, tokenizer, count, batch):
         first = tokenizer(opening)["input_ids"] if opening else [tokenizer.eos_token_id]
         left = count - sum(row["source"] == kind for row in rows)
         bar = tqdm(desc=f"begin {kind}", total=max(0, left), unit="prompt", disable=None)
-        with bar, open(path, "a") as file:
+        with bar, open(path, "a", buffering=1) as file:          # a line is written at once
             while left > 0:
                 some = min(batch, left)
                 for _, ids in batched.write(target, [first] * some, length, batch, 1.0):
@@ -90,7 +90,6 @@ def begin(path, target, tokenizer, count, batch):
                     file.write(json.dumps(rows[-1]) + "\n")
                     left -= 1
                     bar.update()
-                file.flush()
     kinds = {row["prompt"]: row["source"] for row in rows}               # each prompt once
     prompts = [(kind, tokenizer(prompt)["input_ids"]) for prompt, kind in kinds.items()]
     random.Random(0).shuffle(prompts)
