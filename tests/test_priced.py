@@ -193,6 +193,14 @@ def repeating():
     gram.commit([7, 1, 2, 3, 4, 5, 6])
     return priced.PricedChain(gram)
 
+def test_a_draft_gains_what_the_chain_beside_it_does_not():
+    """Eq. 6 of a round of five new tokens, of which a suggested chain would have given two."""
+    build = priced.PctCost(0.1, 0.1, 0.1)
+    build.right, build.balance = lambda: 2, {"draft": 0.0, "chain": 0.0}
+    tried = {"draft": (1.5, 0.5), "chain": (1.5, 0.25)}          # (T_0 / E_0, T - T_0)
+    build.learn(priced.Last(9, 1, 0, 0, 10, tried), 0, 5, None)
+    assert build.balance == {"draft": 2 * 1.5 - 0.5, "chain": 2 * 1.5 - 0.25}
+
 @pytest.mark.parametrize("make, root", [(priced.PctCost, ROOT), (repeating, 7)])
 def test_an_always_wrong_drafter_costs_little(make, root):
     """At least .97 of plain decoding, though it is sure of itself; and it is tried again."""
