@@ -267,8 +267,9 @@ def test_alpha_and_tau_are_those_of_chains_of_five(llama, monkeypatch):
     assert found["x"]["alpha"] == (3 + 5 + 0 + 5 + 0 + 3) / (4 + 5 + 1 + 5 + 1 + 3)
     assert found["x"]["tau"] == (4 + 6 + 1 + 6 + 1 + 4) / 6
     # The token at 9 is the first of its kind: where it ends the text, nothing behind it is tested.
-    total, _ = evaluate.decode(verify.Target(llama), Positional(at), prompt, text[9])
+    total, pairs = evaluate.decode(verify.Target(llama), Positional(at), prompt, text[9])
     assert total == {"tested": 4 + 2, "right": 3 + 2, "new": 4 + 2, "rounds": 2}
+    assert [p.argmax() == choice for p, choice in pairs] == [True] * 3 + [False] + [True] * 2
 
 def test_prompts_are_what_comes_before_an_answer(monkeypatch):
     """Of a text its first half; the kinds alternate; all leave room for what is decoded."""
