@@ -23,8 +23,10 @@ def files_of(paths):
                 is_hidden = any(name.startswith(".") for name in path.relative_to(given).parts)
                 if path.is_file() and not is_hidden:
                     yield path, path.name.lower().removesuffix(".gz").endswith(NAMES)
-        else:                                  # a file, or a pipe
+        elif os.path.exists(given):            # a file, or a pipe
             yield Path(given), True
+        else:
+            raise UserError(f"{given or 'an empty name'} does not exist: name files or folders")
 
 # ---------------------------------------------------------------- their rows
 def lines_of(path):
