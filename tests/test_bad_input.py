@@ -34,7 +34,7 @@ CASES = {
     "the target's context of 64": ("train", TRAIN + "--length 65"),
     "choose loss='kl' or 'ce'": ("train", TRAIN.replace("glide", "glide(loss='mse')")),
     "layer 3 of LlamaForCausalLM": ("train", TRAIN.replace("glide", "glide(layer=3)")),
-    "no/data cannot be read (No": ("training.prepare", "no/data --tokenizer MODEL --out T/new")}
+    "no/data does not exist": ("training.prepare", "no/data --tokenizer MODEL --out T/new")}
 
 @pytest.fixture(scope="module")
 def files(small, tmp_path_factory):
