@@ -10,7 +10,8 @@ def test_calibration_by_hand():
     assert found["ece"] == pytest.approx(3 / 5 * abs(2 / 3 - 0.95) + 2 / 5 * abs(0.5 - 0.175))
 
 @pytest.mark.parametrize("words", ["calibration --drafter glide", "costs"])
-def test_it_writes_its_rows(tmp_path, words):
+def test_it_writes_its_rows(tmp_path, monkeypatch, words):
+    monkeypatch.setattr(probe, "REPEATS", 1)
     flags = f"{words} --limit 1 --max-new-tokens 12 --json {tmp_path}/rows.jsonl"
     assert probe.main(flags.split()) == 0
     assert all(row["drafter"] and row["commit"] for row in rows_of(tmp_path / "rows.jsonl"))
