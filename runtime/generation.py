@@ -130,7 +130,7 @@ class speculative:
                                  padding_value=config.pad_token_id or 0)
         if not config.return_dict_in_generate:
             return sequences
-        kind = (utils.GenerateEncoderDecoderOutput if target.encoder_decoder
+        kind = (utils.GenerateEncoderDecoderOutput if model.config.is_encoder_decoder
                 else utils.GenerateDecoderOnlyOutput)
         name = "cache" if "cache" in kind.__dataclass_fields__ else "past_key_values"
         return kind(sequences=sequences, scores=rows[0].all_scores, logits=rows[0].all_logits,
@@ -155,9 +155,9 @@ class speculative:
         made_for = getattr(getattr(self.drafter, "model", None), "made_for", None)
         if made_for and (differs := difference(made_for, model)):
             warn(f"the drafter was trained for another model ({differs})")
-        encoded = model_kwargs.get("encoder_outputs"), model_kwargs.get("attention_mask")
+        encoded = {name: model_kwargs.get(name) for name in ("encoder_outputs", "attention_mask")}
         target, source = any_target(model, encoded=encoded), caller["inputs_tensor"]
-        if target.encoder_decoder and not source.is_floating_point():
+        if model.config.is_encoder_decoder and not source.is_floating_point():
             target.source = source[0].tolist()
         return target
 

@@ -129,7 +129,7 @@ class AnyTarget(Target):
     first, the position_id of a text's first token, None where the model takes none; and layers,
     how many one tensor can hold the keys and values of.  Raises UserError for a model that fails.
     """
-    encoder_decoder = False
+    ids_name, encoded = "input_ids", {}                        # what the model is given, in part
     source = None
     layers = 0
     proven = WeakKeyDictionary()     # {model: (its state, what was found)}: a model is tried once
@@ -159,7 +159,7 @@ class AnyTarget(Target):
 
     def prepare(self):
         """Take a new cache: what a failed forward has left there may be anything."""
-        self.cache = (TreeCache if self.layers else AnyCache)(self.layers)
+        self.cache = self.caches = (TreeCache if self.layers else AnyCache)(self.layers)
         self.needs = {"kv": (), "hidden": ()}
         self.reset()
 
@@ -178,16 +178,17 @@ class AnyTarget(Target):
     def run(self, end, tokens, position, slots, mask, logits_to_keep=0):
         """As Target.run."""
         self.cache.slots, self.cache.end = slots, end
-        how = {"logits_to_keep": logits_to_keep} if self.keeps_logits else {}
+        how = {self.ids_name: tokens[None], **self.encoded}
+        if self.keeps_logits:
+            how["logits_to_keep"] = logits_to_keep
         if self.first is not None:
             how["position_ids"] = self.first + position[None]
         if mask is not None and self.verifies_trees:           # else the model makes a chain's mask
             how["attention_mask"] = self.masks(mask, position, slots)
         wanted = self.needs["hidden"]
         with self.around():
-            out = self.model(
-                input_ids=tokens[None], past_key_values=self.cache, use_cache=True,
-                output_hidden_states=bool(wanted), return_dict=True, **how)
+            out = self.model(past_key_values=self.caches, use_cache=True,
+                             output_hidden_states=bool(wanted), return_dict=True, **how)
         hidden = [out.hidden_states[index][0] for index in wanted]
         return [out.logits[0, -logits_to_keep:], *hidden]
 
@@ -217,7 +218,7 @@ class AnyTarget(Target):
             self.windows, unknown = windows_of(self.config)
             can_fold = self.config._attn_implementation == "sdpa"
             ways = [(True, can_fold), (True, False), (False, False)]   # (verifies_trees, folds)
-            if unknown or self.encoder_decoder:
+            if unknown or self.model.config.is_encoder_decoder:
                 ways = ways[2:]
             for self.verifies_trees, self.folds in ways:
                 try:
@@ -234,6 +235,7 @@ class AnyTarget(Target):
         """Whether the logits after a prompt, each node of a tree or chain, and a token that follows
         its last path are those of generate(), which is made to write each path.
         """
+        self.prepare()
         parents, paths = TREE if self.verifies_trees else CHAIN
         # Some models number positions without the padding token's.
         padding = getattr(self.config, "pad_token_id", None)
@@ -244,7 +246,6 @@ class AnyTarget(Target):
         last = ids[-1:]
         written[-1] += last
         own = torch.cat([self.own_logits(text, following) for following in written])
-        self.prepare()
         of_text, _ = self.align(text)                                                  # (1, V)
         of_nodes, states = self.forward(tokens, torch.tensor(parents))                 # (n, V)
         self.commit(paths[-1], written[-1][:-1], states)
@@ -265,11 +266,8 @@ class AnyTarget(Target):
     def own_logits(self, ids, following):
         """generate()'s logits after ids and after each of `following` (k + 1, V).  Sets first."""
         config = GenerationConfig(max_new_tokens=len(following) + 1, decoder_start_token_id=ids[0])
-        how = {"inputs": torch.tensor([ids], device=self.device)}
-        if self.encoder_decoder:
-            self.encode([0, 1])                                # any text
-            how = {"encoder_outputs": self.encoded, "attention_mask": self.mask,
-                   "decoder_input_ids": how["inputs"]}
+        name = self.ids_name if self.encoded else "inputs"
+        how = {name: torch.tensor([ids], device=self.device), **self.encoded}
         positions = []
         handle = self.model.register_forward_pre_hook(
             lambda model, given, how: positions.append(how.get("position_ids")), with_kwargs=True)
@@ -312,48 +310,42 @@ class AnyEncoderDecoder(AnyTarget):
 
     It verifies chains only: positions in the decoder follow the cache, not the depth in a tree.
     The encoder reads the prompt, and the decoder begins with its start token; unless `encoded` is
-    given, encoder outputs and their attention mask: then a prompt is the decoder's.  source: the
-    ids that the encoder has read, or None.
+    given, {"encoder_outputs", "attention_mask"}: then a prompt is the decoder's.  source: the ids
+    that the encoder has read, or None.
     """
-    encoder_decoder = True
+    ids_name = "decoder_input_ids"
 
     def __init__(self, model, capacity=None, vocab=None, encoded=None):
-        self.encoded, self.mask = encoded or (None, None)
-        self.is_given = encoded is not None
+        self.given = self.encoded = encoded
         super().__init__(model, capacity, vocab)
+
+    def prepare(self):
+        """As AnyTarget.prepare; the encoder reads any text."""
+        super().prepare()
+        self.encode([0, 1])
 
     def remaining(self, ids):
         """The encoder's prompt takes no position of the decoder; its start token takes one."""
-        return super().remaining(ids if self.is_given else [0])
+        return super().remaining(ids if self.given else [0])
 
     def prefill(self, ids, new_tokens=0, needs={}):
         """As Target.prefill.  The View is that of the decoder's tokens."""
         self.encode(ids)
         start = [self.model.generation_config.decoder_start_token_id]
-        return super().prefill(ids if self.is_given else start, new_tokens, needs)
+        return super().prefill(ids if self.given else start, new_tokens, needs)
 
     @torch.no_grad()
     def encode(self, ids):
         """At the beginning of a sequence, run the encoder over ids (list), unless it has run."""
-        # run() sets the first cache, of self-attention.  The model's first decoder step fills the
-        # second, of cross-attention, with the keys and values of what the encoder returned.
-        self.caches = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        if self.is_given:
-            return
-        self.source = ids
-        ids = torch.tensor([ids], device=self.device).clamp(max=self.known_ids - 1)
-        self.mask = torch.ones_like(ids)
-        encoder = self.model.get_encoder()
-        self.encoded = encoder(input_ids=ids, attention_mask=self.mask, return_dict=True)
-
-    def run(self, end, tokens, position, slots, mask, logits_to_keep=0):
-        """As Target.run, without hidden states.  The decoder makes a chain's positions and mask."""
-        self.cache.slots, self.cache.end = slots, end
-        self.caches.self_attention_cache = self.cache
-        out = self.model(
-            encoder_outputs=self.encoded, attention_mask=self.mask, decoder_input_ids=tokens[None],
-            past_key_values=self.caches, use_cache=True, return_dict=True)
-        return [out.logits[0, -logits_to_keep:]]
+        # The model's first decoder step fills the second cache, of cross-attention, with the keys
+        # and values of what the encoder returned.
+        self.caches = EncoderDecoderCache(self.cache, DynamicCache())
+        if self.given is None:
+            self.source = ids
+            ids = torch.tensor([ids], device=self.device).clamp(max=self.known_ids - 1)
+            mask, encoder = torch.ones_like(ids), self.model.get_encoder()
+            outputs = encoder(input_ids=ids, attention_mask=mask, return_dict=True)
+            self.encoded = {"encoder_outputs": outputs, "attention_mask": mask}
 
 def with_source(drafter, target):
     """Let a drafter that can encode, a cascade, search what target's encoder reads -> drafter"""
