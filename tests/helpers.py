@@ -15,29 +15,26 @@ from training import models as draft_models
 
 # ---------------------------------------------------------------- made-up drafters and their trees
 def table_expand(table):
-    """A drafter whose distribution depends on the last token alone; counts its calls."""
-    def expand(tokens, parents):
-        expand.calls += 1
-        expand.widest = max(expand.widest, len(parents))
-        assert tokens.shape == (len(parents),) and parents, "a forward over no node"
-        return table[tokens]
-
-    expand.calls = expand.widest = 0
-    return expand
+    """A drafter whose distribution depends on the last token alone."""
+    return path_expand(lambda path: table[path[-1]])
 
 def path_expand(row_after):
     """A drafter whose distribution depends on the whole path, known from `parents` alone.
 
-    expand.given: the paths of the nodes that it was given.
+    expand.given: the paths of the nodes that it was given; expand.calls: how often; expand.widest:
+    how many at most.
     """
     def expand(tokens, parents):
+        assert tokens.shape == (len(parents),) and parents, "a forward over no node"
+        expand.calls += 1
+        expand.widest = max(expand.widest, len(parents))
         given = expand.given
         for token, parent in zip(tokens.tolist(), parents):
             assert -1 <= parent < len(given), "parents come before, the root's is -1"
             given.append((given[parent] if parent >= 0 else ()) + (token,))
         return torch.stack([row_after(path) for path in given[-len(parents):]])
 
-    expand.given = []
+    expand.given, expand.calls, expand.widest = [], 0, 0
     return expand
 
 def random_table(seed, vocab=14, zeros=0.0):

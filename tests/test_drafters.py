@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import ROOT, VOCAB, assert_plain, random_draft_model, random_drafter, shared, tiny
+from conftest import ROOT, VOCAB, plain, random_draft_model, random_drafter, shared, tiny
 from helpers import FAMILIES, batch_of, lines_to_use, made, mean_loss, save_drafter
 from safetensors.torch import load_file
 
@@ -126,7 +126,7 @@ def test_the_docstrings_lines_decode(module, llama, tmp_path, monkeypatch):
     names = {name: module, "verify": verify, "cape": cape, "pct": pct, "model": llama,
              "ids": PROMPT}
     exec(lines_to_use(module).split("\n\n")[0], names)
-    assert_plain(llama, PROMPT, names["out"].tokens, 31)
+    assert names["out"].tokens == plain(llama, PROMPT, 31)
     expected = (drafts(names["drafter"], llama) / 0.5).softmax(-1)
     found = drafts(names["drafter"], llama, verify.Rule().probs)
     torch.testing.assert_close(found, expected, check_dtype=False)

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import assert_plain, random_drafter, shared
+from conftest import plain, random_drafter, shared
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import cape
@@ -45,7 +45,7 @@ def decoded(target, drafter, prompt, new):
         rounds = verify.rounds.__wrapped__(target, drafter, CHAIN, prompt, new)
         tokens = [token for one in rounds for token in one.new]
     drafter.expand = expand
-    assert_plain(target.model, prompt, tokens, new)
+    assert tokens == plain(target.model, prompt, new)
     return predicted
 
 def check(target, drafter, exact, prompt, new=5):

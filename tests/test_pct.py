@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from helpers import path_expand, paths, random_table, sequences, table_expand
+from helpers import paths, random_table, sequences, table_expand
 
 import cape
 import pct
@@ -150,7 +150,7 @@ def test_expand_index_tells_which_nodes_were_expanded(build):
     for seed in range(20):
         table = random_table(seed, vocab=8, zeros=0.3)
         table[3] = 0                                 # nothing follows, though it was expanded
-        expand = path_expand(lambda path, table=table: table[path[-1]])
+        expand = table_expand(table)
         tree = build(expand, torch.tensor([seed % 8]))
         for path, index in zip(sequences(tree), tree.expand_index.tolist()):
             assert index == (expand.given.index(path) if path in expand.given else -1)

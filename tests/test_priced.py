@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import paths, random_table
+from helpers import paths, random_table, table_expand
 
 import verify
 from beyond import graft, priced
@@ -81,32 +81,27 @@ def case(seed):
     """A random table, the drafter and builder over it, and how they are set."""
     rng = random.Random(seed)
     small = rng.random() < 0.25
-    a = SimpleNamespace(table=random_table(seed, vocab=3 if small else 8), given=[], gram=None)
+    a = SimpleNamespace(table=random_table(seed, vocab=3 if small else 8), gram=None)
     node_price = rng.choice([0.0, 0.03, 0.2, 1.0] if small else [0.005, 0.02, 0.05])
     a.prices = rng.choice([0.05, 0.1, 0.2, 0.4]), node_price, rng.choice([0.0, 0.3, 1.0])
     a.most, a.remaining = rng.choice([4, 99, 99]), rng.randint(2, 8)
     a.settings = {"width": 3 if small else 4, "depth": 2 if small else 6, "max_nodes": a.most}
-
-    def expand_table(tokens, parents):
-        for token, parent in zip(tokens.tolist(), parents):
-            a.given.append((a.given[parent] if parent >= 0 else ()) + (token,))
-        a.expand.calls += 1
-        return a.table[tokens]
-    a.build, a.expand = priced.PctCost(*a.prices, **a.settings), partial(expand_table)
+    a.build, a.drafter = priced.PctCost(*a.prices, **a.settings), table_expand(a.table)
+    a.expand = a.drafter
     if seed % 2:
         a.gram = MaxGram(confidence=(0.5, 0.7, 0.9, 0.99))
         text = [ROOT]                            # mostly what the table, too, holds most probable
         while len(text) < 30:
             likeliest = a.table[text[-1]].argmax().item()
             text.append(likeliest if rng.random() < 0.7 else rng.randrange(len(a.table)))
-        drafter = SimpleNamespace(needs={}, reset=lambda probs: 0, begin=lambda view, root: 0)
-        drafter.expand = expand_table
+        drafter = SimpleNamespace(needs={}, reset=lambda probs: 0, begin=lambda view, root: 0,
+                                  expand=a.drafter)
         mixture = graft.Mixture(drafter, a.gram)
         mixture.reset(None)
         mixture.begin(verify.View(torch.tensor(text), text, None, {}, {}), ROOT)
         a.build = graft.Graft(mixture, *a.prices, **a.settings)
         a.expand = partial(mixture.expand)
-    a.expand.remaining, a.expand.calls = a.remaining, 0
+    a.expand.remaining = a.remaining
     return a
 
 def test_trees_are_drafted_by_their_rule_and_give_the_highest_rate():
@@ -119,9 +114,10 @@ def test_trees_are_drafted_by_their_rule_and_give_the_highest_rate():
         a = case(seed)
         nodes, expanded, D = layered(a)
         kept = {(ROOT, *path) for path in paths(a.build(a.expand, ROOTS))}
-        assert a.expand.calls == D
-        assert set(a.given) >= expanded and (a.gram or set(a.given) == expanded)
-        assert max(map(len, a.given)) <= a.remaining and len(kept) <= a.most
+        given = set(a.drafter.given)
+        assert a.drafter.calls == D
+        assert given >= expanded and (a.gram or given == expanded)
+        assert max(map(len, given)) <= a.remaining and len(kept) <= a.most
         best, _ = highest_rate(nodes, a.prices, a.most, D)
         assert rate(nodes, kept, a.prices, D) == pytest.approx(best)
 
@@ -130,7 +126,7 @@ def test_trees_are_drafted_by_their_rule_and_give_the_highest_rate():
         kept = {(ROOT, *path) for path in paths(b.build(b.expand, ROOTS))}
         chain = suggested((ROOT,), 1.0, b.gram, b.prices[1], b.remaining)
         _, n = highest_rate(chain, b.prices, b.most, 0)
-        assert kept == set(list(chain)[:-n]) and not b.expand.calls
+        assert kept == set(list(chain)[:-n]) and not b.drafter.calls
         assert sorted(b.build.balance.values())[:2] == pytest.approx([-1, priced.RETRY - 1])
         silent[bool(kept)] += 1
         if kept:
