@@ -112,10 +112,7 @@ def cached_keys(model, layer, position):
     return k.float()
 
 def rotation_of(model, angles, layer):
-    """How the target rotates the keys of a layer -> the arguments of rope_by
-
-    angles: as rope_angles gives them.
-    """
+    """How the target rotates the keys of a layer -> the arguments of rope_by"""
     position = torch.tensor([[0], [2]], device=angles.device)
     key_0, key_2 = cached_keys(model, layer, position).to(angles.device)
     # Without RoPE keys stay the same (ALiBi), or become others (learned positions).

@@ -111,9 +111,9 @@ class Loaded:
         self.eos = () if eos is None else eos
         self.target = self.wrap(self.model)
 
-    def wrap(self, model, capacity=None, vocab=None):
+    def wrap(self, model, vocab=None):
         """A model as a verify.Target."""
-        target = any_target(model, capacity, vocab)
+        target = any_target(model, vocab)
         return static(target) if self.graphs else target
 
     def drafter(self, call):
@@ -215,7 +215,7 @@ def stage_of(loaded, name):
                                 "the target's family")
         linear.pack(model, beside=loaded.model)
         loaded.stages[name] = model
-    return loaded.wrap(loaded.stages[name], loaded.target.capacity, loaded.target.vocab)
+    return loaded.wrap(loaded.stages[name], loaded.target.vocab)
 
 def table2(k, models, gram):
     """Table 2's k -> the matrix K of Algorithm 1; the top of cascade.py has an example.
@@ -257,18 +257,16 @@ def load_gram(loaded):
     Returns a MaxGram, and {name of a drafter: weights of graft.Mixture} from the same file.
     """
     path = loaded.checkpoint / "bigram.json"
-    if not path.exists():
-        return MaxGram(), {}
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     found = found if isinstance(found, dict) else {"bigram": found}
-    bigram, vocabulary = found["bigram"], vocabulary_fingerprint(loaded.tokenizer)
+    vocabulary = vocabulary_fingerprint(loaded.tokenizer)
     is_other = found.get("fingerprint", vocabulary) != vocabulary
-    if is_other or max(bigram, default=0) >= loaded.target.config.vocab_size:
+    if is_other or max(found["bigram"], default=0) >= loaded.target.config.vocab_size:
         loaded.notes.append(f"no bigram: {path} is of another vocabulary: write one with "
                             "training/bigram.py")
-        return MaxGram(), {}
+        found = {"bigram": []}
     weights = {name: fit["weights"] for name, fit in found.get("agreement", {}).items()}
-    return MaxGram(bigram, found.get("confidence")), weights
+    return MaxGram(found["bigram"], found.get("confidence")), weights
 
 def load_mixture(loaded, *names):
     """A drafter of the checkpoint mixed with Max-Gram, for any tree: mixture(edd, maxgram)."""

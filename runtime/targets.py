@@ -1,13 +1,12 @@
 """Targets of any family: what verify.Target leaves out, and a proof that a model decodes right.
 
-verify.Target serves models that are built as Llama is.  AnyTarget adds windows, layers whose keys
-and values differ in size or device, other vocabularies and names for the context, longrope's short
-table alone, and models that verify chains only; AnyEncoderDecoder adds T5 and its relatives.
+verify.Target serves models that are built as Llama is.  AnyTarget serves other decoder-only models,
+AnyEncoderDecoder T5 and its relatives; docs/families.md lists them.
 
 The proof.  Whether a model can verify trees is found by experiment, when it is wrapped: a few tiny
 forwards compare the logits of a tree's nodes with those that the model's own generate() computes
 along each path.  If they differ, the same is tried with a chain.  A model that fails both is
-refused.  docs/families.md lists what is served.
+refused.
 
     target = any_target(model)       # in place of verify.Target(model)
 """
@@ -122,12 +121,12 @@ class AnyCache(TreeCache):
 
 # ---------------------------------------------------------------- decoder-only models
 class AnyTarget(Target):
-    """verify.Target for any decoder-only family.
+    """verify.Target for any decoder-only family.  Raises UserError for a model that fails.
 
     vocab: how many logits a node has, for a stage beside a target with another vocabulary size.
     The proof finds verifies_trees; folds, whether grouped queries are folded (see attention.py);
     first, the position_id of a text's first token, None where the model takes none; and layers,
-    how many one tensor can hold the keys and values of.  Raises UserError for a model that fails.
+    how many one tensor can hold the keys and values of.
     """
     ids_name, encoded = "input_ids", {}                        # what the model is given, in part
     source = None
@@ -135,7 +134,7 @@ class AnyTarget(Target):
     proven = WeakKeyDictionary()     # {model: (its state, what was found)}: a model is tried once
     proving = Lock()                 # the proof changes the configuration for a moment
 
-    def __init__(self, model, capacity=None, vocab=None):
+    def __init__(self, model, vocab=None):
         self.model, self.device = model.eval(), device_of(model)
         self.config = model.config.get_text_config()
         kernel = str(self.config._attn_implementation)
@@ -154,7 +153,6 @@ class AnyTarget(Target):
         self.verifies_trees, self.folds, self.first, self.layers = self.proven[model][1]
         self.windows, _ = windows_of(self.config)
         self.vocab = vocab or self.known_ids
-        self.capacity = min(capacity or self.capacity, self.capacity)
         self.prepare()
 
     def prepare(self):
@@ -298,11 +296,11 @@ def forced(model, input_ids, logits_processor, stopping_criteria, generation_con
                   generation_config=generation_config, **prepared)
     return torch.stack(found)                                  # (k + 1, V)
 
-def any_target(model, capacity=None, vocab=None, encoded=None):
+def any_target(model, vocab=None, encoded=None):
     """What decodes with a model: AnyTarget, or AnyEncoderDecoder, which says what `encoded` is."""
     if model.config.is_encoder_decoder:
-        return AnyEncoderDecoder(model, capacity, vocab, encoded)
-    return AnyTarget(model, capacity, vocab)
+        return AnyEncoderDecoder(model, vocab, encoded)
+    return AnyTarget(model, vocab)
 
 # ---------------------------------------------------------------- encoder-decoder models
 class AnyEncoderDecoder(AnyTarget):
@@ -315,9 +313,9 @@ class AnyEncoderDecoder(AnyTarget):
     """
     ids_name = "decoder_input_ids"
 
-    def __init__(self, model, capacity=None, vocab=None, encoded=None):
+    def __init__(self, model, vocab=None, encoded=None):
         self.given = self.encoded = encoded
-        super().__init__(model, capacity, vocab)
+        super().__init__(model, vocab)
 
     def prepare(self):
         """As AnyTarget.prepare; the encoder reads any text."""

@@ -148,7 +148,8 @@ def drafter_of(case):
     if kind in CASCADES:
         stages = []
         for number in range(how["neural"]):
-            stages.append(AnyTarget(stage_of(name, sizes, number), how["capacity"]))
+            stages.append(AnyTarget(stage_of(name, sizes, number)))
+            stages[-1].capacity = how["capacity"] or stages[-1].capacity
         gram = None if how["bigram"] is None else maxgram.MaxGram(how["bigram"])
         return cascade.Cascade(stages, how["K"], how["lenience"], gram, vocab)
     neural = kind.removeprefix("mixture ")
