@@ -6,7 +6,7 @@ from textwrap import dedent
 from types import SimpleNamespace
 
 import torch
-from conftest import CONTEXT, GROUPED, MIXED, tiny
+from conftest import CONTEXT, GROUPED, tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
@@ -159,14 +159,12 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] 
 FAMILIES = {
     "MistralForCausalLM": {**GROUPED, "sliding_window": 4096},
     "MixtralForCausalLM": {**GROUPED, "num_local_experts": 4},
-    "Qwen2ForCausalLM": {**GROUPED, **MIXED},
     "Qwen3ForCausalLM": HEADS,
     "CohereForCausalLM": GROUPED,
     "Cohere2ForCausalLM": {**GROUPED, "sliding_window": 7, "layer_types": LAYERS},
     "HeliumForCausalLM": HEADS,
     "Ernie4_5ForCausalLM": HEADS,
     "GlmForCausalLM": {**HEADS, "partial_rotary_factor": 0.5},
-    "Glm4ForCausalLM": {**HEADS, "partial_rotary_factor": 0.5},
     "SmolLM3ForCausalLM": {**GROUPED, "no_rope_layers": [1, 0, 1]},
     "Gemma2ForCausalLM": {**HEADS, "sliding_window": 7, "query_pre_attn_scalar": 8},
     "Gemma3ForCausalLM": {

@@ -21,14 +21,11 @@ CASES = {
     "there is no drafter in nowhere called 'glide'": (
         "bench", BENCH + "--checkpoint nowhere --drafter glide"),
     "pct takes cost=0.05, width=5": ("bench", BENCH + "--tree pct(wdith=7)"),
-    "glide takes temperature=None": ("bench", BENCH + "--drafter glide(7)"),
     "graft takes a mixture": ("bench", BENCH + "--drafter glide --tree graft(depth=3)"),
     "1 model(s) take 1 number(s)": ("bench", BENCH + "--drafter cascade(base,k=(1,2))"),
     "cascades draft chains alone": ("bench", BENCH + "--tree pct"),
     "has another tokenizer": ("bench", BENCH + "--drafter cascade(T/renamed) --tree chain"),
     "T/torn/training.json holds no drafter (JSON": ("bench", BENCH + "--checkpoint T/torn"),
-    "T/bare/training.json holds no drafter (KeyError('target'))": (
-        "bench", BENCH + "--checkpoint T/bare"),
     "made for another target: train one": ("bench", BENCH + "--drafter glide --target T/other"),
     "T/empty.jsonl: no prompt is there": ("bench", BENCH + "--prompts T/empty.jsonl"),
     "the target's context of 64": ("train", TRAIN + "--length 65"),
@@ -43,9 +40,8 @@ def files(small, tmp_path_factory):
     (T / "p.txt").write_text("def add(")
     (T / "long.txt").write_text(TEXT * 99)
     (T / "empty.jsonl").write_text("")
-    for name, about in (("torn", '{"kind": '), ("bare", '{"kind": "glide"}')):
-        (T / name).mkdir()
-        (T / name / "training.json").write_text(about)
+    (T / "torn").mkdir()
+    (T / "torn" / "training.json").write_text('{"kind": ')
     shutil.copytree(small / "model", T / "other")
     weights = load_file(T / "other" / "model.safetensors")
     flipped = {name: weight.flip(0).contiguous() for name, weight in weights.items()}

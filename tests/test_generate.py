@@ -60,7 +60,7 @@ def test_a_sampled_draft_follows_a_repetition_penalty(model, monkeypatch):
     fast, taus = speculative(drafter, drafter.drawn), []
     for for_drafts in (generation.FOR_DRAFTS, generation.SCORE_ONLY):
         monkeypatch.setattr(generation, "FOR_DRAFTS", for_drafts)
-        sampled(model, fast, 0, repetition_penalty=2.0, max_new_tokens=60)
+        sampled(model, fast, 0, repetition_penalty=2.0, max_new_tokens=38)
         taus.append(fast.last.tau)
     assert taus[0] > 4 > taus[1]
 

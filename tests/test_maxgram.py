@@ -8,24 +8,18 @@ from helpers import brute_force
 from maxgram import MaxGram, build_bigram
 from training.bigram import measure_confidence
 
-def cases(count):
-    """(generation, draft, n, source, bigram) of 2 to 4 symbols, so that much matches.
+# ---------------------------------------------------------------- proposals
+def test_proposals_equal_brute_force():
+    """With commits in pieces, of 2 to 4 symbols, so that much matches; a proposal leaves no trace.
 
     Some ids are no characters of text: surrogates, and those beyond 16 bits.
     """
     rng, ids = random.Random(0), [0, 1, 2, 3, 10, 0xD800, 0xDFFF, 65_536, 1_114_111]
-    for _ in range(count):
-        symbols = rng.sample(ids, rng.randint(2, 4))
+    for _ in range(150):
+        symbols, n = rng.sample(ids, rng.randint(2, 4)), rng.choice([0, 1, 2, 5, 25])
         source, generation, draft, bigram = [
             rng.choices(symbols, k=rng.choice([0, rng.randint(1, most)]))
             for most in (40, 40, 6, 6)]
-        yield generation or [0], draft, rng.choice([0, 1, 2, 5, 25]), source, bigram
-
-# ---------------------------------------------------------------- proposals
-def test_proposals_equal_brute_force():
-    """With commits in pieces; a proposal leaves no trace."""
-    rng = random.Random(1)
-    for generation, draft, n, source, bigram in cases(150):
         g, done = MaxGram(bigram), 0
         g.commit_source(source)
         while done < len(generation):

@@ -165,7 +165,6 @@ def start(text, model, tokens=np.arange(12)):
 @pytest.mark.parametrize("text, expected", [
     ("glide", {"layers_read": (2,), "norm": True, "glimpse": True, "loss": "kl", "width": 32}),
     ("glide(layers=2, width=24, block=3)", {"layers_read": (1, 2), "width": 24, "block": 3}),
-    ("vanilla", {"glimpse": False}), ("medusa(heads=2)", {"heads": 2}),
     ("vdm(loss='ce')", {"encoding": False, "loss": "ce"}),
     ("edd(hidden=2, blocks=(5, 5))", {"hidden": 2, "blocks": (5, 5), "encoding": True}),
     ("vanilla-shared(feed_forward=24, words=5)", {"feed_forward": 24, "glimpse": False})])
