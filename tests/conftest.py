@@ -1,4 +1,5 @@
 """Tiny targets of the real classes with random weights, plain decoding by them, and drafters."""
+import copy
 import random
 import sys
 import threading
@@ -53,11 +54,9 @@ def tiny(name, seed=0, **more):
 def relative(model, noise, seed):
     """A model of the same class whose choices mostly agree with `model`'s."""
     torch.manual_seed(seed)
-    other = type(model)(model.config).to(model.dtype).eval()
-    weights = {}
-    for name, w in model.state_dict().items():
-        weights[name] = w + noise * torch.randn_like(w) * (w.ndim == 2)
-    other.load_state_dict(weights)
+    other = copy.deepcopy(model)
+    for w in other.state_dict().values():
+        w += noise * torch.randn_like(w) * (w.ndim == 2)
     return other
 
 # The same one for all tests that ask for it: nobody changes it.

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 from conftest import CONTEXT, GROUPED, tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import DynamicCache, PreTrainedTokenizerFast
+from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerFast
 
 from runtime import load
 from training import models as draft_models
@@ -181,6 +181,12 @@ FAMILIES = {
     "OPTForCausalLM": {"ffn_dim": 48, "word_embed_proj_dim": 32},
 }
 made = lru_cache(maxsize=None)(lambda name: tiny(name, **FAMILIES[name]))
+
+def for_generate(new, name="llama", **config):
+    """A random model for generate(), in float32: alone it makes `new` tokens."""
+    model = tiny(name, **config).float()
+    model.generation_config = GenerationConfig(max_new_tokens=new, decoder_start_token_id=1)
+    return model
 
 def refused(capsys, argv, words, main):
     """One sentence with these words, and exit status 2."""

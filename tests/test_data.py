@@ -86,7 +86,6 @@ ROWS = [
     ({"ids": [7, 8, 9], "completion_mask": [0, 0, 1]}, "'(⟦)⟧"),
     ({"ids": [7, 8], "labels": [7, 9]}, "left out: labels are of other tokens than ids"),
     ({"ids": [7, 8], "loss_mask": [1, 1, 1]}, "left out: loss_mask are of other tokens than ids"),
-    ({"ids": [7]}, "left out: it has a single token"),
     ({"text": " "}, "left out: no known field holds a text or a question: it is empty"),
 ]
 

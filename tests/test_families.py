@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from conftest import CONTEXT, SIZES, VOCAB, plain, reciting, tiny
-from helpers import FAMILIES, HEADS
+from helpers import FAMILIES, HEADS, for_generate
 
 import cape
 import pct
@@ -63,11 +63,7 @@ GIVEN = {"inputs": torch.tensor([PROMPT]), "attention_mask": torch.ones(1, 10).l
 
 # ---------------------------------------------------------------- inside generate()
 def model_of(name):
-    """A model for generate(), in float32: alone it makes NEW tokens of PROMPT."""
-    model = tiny(name, decoder_start_token_id=1, **{**FAMILIES, **OTHERS}[name]).float()
-    model.generation_config = transformers.GenerationConfig(
-        max_new_tokens=NEW, decoder_start_token_id=1)
-    return model
+    return for_generate(NEW, name, decoder_start_token_id=1, **{**FAMILIES, **OTHERS}[name])
 
 def decoded(model, build, text, **given):
     """What generate() gives with a builder, and the callable."""

@@ -6,9 +6,9 @@ from types import MethodType, SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import ROOT, VOCAB, reciting, shared, tiny
-from transformers import (
-    AutoTokenizer, DynamicCache, GenerationConfig, LlamaForCausalLM, StaticCache)
+from conftest import ROOT, VOCAB, reciting, shared
+from helpers import for_generate
+from transformers import AutoTokenizer, DynamicCache, LlamaForCausalLM, StaticCache
 
 import cape
 import verify
@@ -22,12 +22,7 @@ PROMPT = torch.tensor([[3, 1, 4]])
 NEW = 16
 CACHE = "cache" if transformers.__version__ >= "5.24" else "past_key_values"
 PLAIN = speculative(None, verify.root_only)
-
-def made(name="llama", **config):
-    """A random model of a key of conftest.CLASSES or of a class of transformers, in float32."""
-    model = tiny(name, **config).float()
-    model.generation_config = GenerationConfig(max_new_tokens=NEW, decoder_start_token_id=1)
-    return model
+made = partial(for_generate, NEW)
 
 @pytest.fixture(scope="module")
 def model():

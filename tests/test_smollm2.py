@@ -1,6 +1,6 @@
 """SmolLM2: what is downloaded; the real model, where it is.
 
-    python training/smollm2.py; python -m pytest tests/test_smollm2.py      # a minute
+    python training/smollm2.py; python -m pytest tests/test_smollm2.py
 """
 import sys
 from functools import cache
