@@ -253,16 +253,14 @@ def test_every_drafter_had_drafts_accepted():
 SHIPPED = {"glide": cape.cape, "glide-top": cape.beam, "vanilla": cape.chain, "edd": pct.pct,
            "vdm": pct.eagle2, "eagle": priced.PctCost(), "medusa": cape.cape}
 
-load_target = cache(load.load_target)
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_drafter_is_lossless(name):
-    model, tokenizer = load_target(load.STAND_IN, "float32", "cpu")
-    drafter, _ = families.load(load.CHECKPOINTS / name, model)
+def test_shipped_drafters_are_lossless():
+    model, tokenizer = load.load_target(load.STAND_IN, "float32", "cpu")
     prompt = tokenizer("Lucy had a paper boat. She wanted to see")["input_ids"]
-    out = verify.generate(verify.Target(model), drafter, SHIPPED[name], prompt, 24)
-    assert out.tokens == plain(model, prompt, 24)
-    assert out.tau > 1.2, "and it drafts something"
+    text = plain(model, prompt, 24)
+    for name, build in SHIPPED.items():
+        drafter, _ = families.load(load.CHECKPOINTS / name, model)
+        out = verify.generate(verify.Target(model), drafter, build, prompt, 24)
+        assert out.tokens == text and out.tau > 1.2, name
 
 def test_a_tree_deeper_than_its_builder_asked_and_than_the_context_holds():
     """GPT-2, whose table of positions ends: up to its last one, and the last token is not read."""
