@@ -279,9 +279,7 @@ def fill(cache, target, row):
 
 # ---------------------------------------------------------------- a sequence
 class Row(verify.Rule):
-    """A sequence: how its tokens are chosen, and who hears of them, token by token.
-
-    Tokens are chosen by generate()'s logits processors, then the argmax or a sample.
+    """A sequence: its tokens are chosen by generate()'s logits processors, and heard one by one.
 
     prompt: a list; padding (1, p): before it, hidden from the model, not from processors
     scores, logits (n, V): of the last tree

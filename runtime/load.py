@@ -32,22 +32,17 @@ STAND_IN = CHECKPOINTS / "target"                 # the default target
 SMOLLM2 = ROOT / "work" / "smollm2"               # a public model: training/smollm2.py fetches it
 
 # ---------------------------------------------------------------- language models
-def source_of(name):
-    """A folder or hub name, as transformers takes it."""
-    if str(name) != "smollm2":
-        return name
-    if not SMOLLM2.exists():
-        raise UserError("smollm2 does not exist yet: python training/smollm2.py fetches it")
-    return SMOLLM2
-
 @contextmanager
 def loading(name):
-    """Within it, an error of transformers or of a library below it becomes a UserError."""
+    """Yield the folder or hub name that transformers takes; its errors become a UserError."""
+    source = SMOLLM2 if str(name) == "smollm2" else name
+    if source is SMOLLM2 and not source.exists():
+        raise UserError("smollm2 does not exist yet: python training/smollm2.py fetches it")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        yield
-    except (UserError, torch.OutOfMemoryError):
+        yield source
+    except torch.OutOfMemoryError:
         raise
     except Exception as why:                       # many libraries read its files
         raise UserError(f"{name} cannot be loaded ({first_line(why)}): give a complete folder, or "
@@ -55,8 +50,8 @@ def loading(name):
 
 def load_tokenizer(name, trust=False):
     """Load a tokenizer.  Arguments: as of load_target."""
-    with loading(name):
-        return transformers.AutoTokenizer.from_pretrained(source_of(name), trust_remote_code=trust)
+    with loading(name) as source:
+        return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=trust)
 
 def load_target(name, dtype, device, trust=False):
     """Load a language model -> (model, tokenizer), as transformers has them.
@@ -65,9 +60,8 @@ def load_target(name, dtype, device, trust=False):
     accelerate.  trust: whether to run code that comes with the model.
     """
     tokenizer = load_tokenizer(name, trust)
-    with loading(name):
-        source, hub = source_of(name), {"trust_remote_code": trust}
-        config = transformers.AutoConfig.from_pretrained(source, **hub)
+    with loading(name) as source:
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust)
         model_class = transformers.AutoModelForCausalLM
         if config.is_encoder_decoder:
             model_class = transformers.AutoModelForSeq2SeqLM
@@ -75,7 +69,7 @@ def load_target(name, dtype, device, trust=False):
         is_quantised = bool(getattr(config, "quantization_config", None))
         placed = {"device_map": device} if device == "auto" or is_quantised else {}
         model, found = model_class.from_pretrained(
-            source, dtype=dtype, output_loading_info=True, **placed, **hub)
+            source, dtype=dtype, output_loading_info=True, trust_remote_code=trust, **placed)
         missing = sorted(found["missing_keys"])    # transformers fills them with random numbers
         if missing and not is_quantised:
             raise ValueError(f"its files lack {len(missing)} weights, {missing[0]} for example")
