@@ -15,6 +15,11 @@ from torch import nn
 CACHE = 32 << 20         # bytes of weights that stay in a CPU's cache; there blocks gain nothing
 LARGEST = 8 << 30        # bytes of weights of which a copy is made
 ROWS = 16                # blocks for so many rows serve all numbers; those for one row do not
+# Where oneDNN is known to be faster: on CPUs with AVX, for weights of these dtypes
+IS_FAST = "AVX" in torch.backends.cpu.get_cpu_capability() and torch.backends.mkldnn.is_available()
+DTYPES = [torch.float32]
+if torch.cpu._is_avx512_bf16_supported():
+    DTYPES.append(torch.bfloat16)
 
 class PackedLinear(nn.Linear):
     """An nn.Linear with blocks, a copy of its weight."""
@@ -30,17 +35,6 @@ class PackedLinear(nn.Linear):
         """What a copy gets: not the blocks, as its weight may be another one soon."""
         return {**self.__dict__, "blocks": None}
 
-def can_pack(module):
-    """Whether a module is a plain nn.Linear whose products oneDNN is known to do faster."""
-    if type(module) not in (nn.Linear, PackedLinear) or module.weight.device.type != "cpu":
-        return False
-    has_avx = "AVX" in torch.backends.cpu.get_cpu_capability()
-    if not has_avx or not torch.backends.mkldnn.is_available():
-        return False
-    if module.weight.dtype == torch.bfloat16:
-        return torch.cpu._is_avx512_bf16_supported()
-    return module.weight.dtype == torch.float32
-
 def pack(model, beside=None):
     """Give blocks to the linear modules of a model, if its weights exceed a CPU's cache.
 
@@ -48,10 +42,11 @@ def pack(model, beside=None):
     """
     own = sum(weight.nbytes for weight in model.parameters())
     others = sum(weight.nbytes for weight in beside.parameters()) if beside else 0
-    if own + others <= CACHE or own > LARGEST:
+    if not IS_FAST or own + others <= CACHE or own > LARGEST:
         return
     for module in model.modules():
-        if can_pack(module) and getattr(module, "blocks", None) is None:
+        is_plain = type(module) in (nn.Linear, PackedLinear) and module.weight.device.type == "cpu"
+        if is_plain and module.weight.dtype in DTYPES and getattr(module, "blocks", None) is None:
             weight = module.weight.detach()
             module.blocks = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
             module.__class__ = PackedLinear

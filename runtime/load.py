@@ -92,7 +92,7 @@ class Loaded:
 
     model, tokenizer    transformers' own
     target              the model as a verify.Target for any family
-    eos                 the id or the ids that end a text, () where none does
+    eos                 the id or the ids that end a text, None where none does
     stages              {name: language model} of all cascades, loaded once
     notes               sentences for the reader
     """
@@ -101,8 +101,7 @@ class Loaded:
         self.dtype, self.device, self.trust = dtype, device, trust
         self.stages, self.notes = {}, []
         self.model, self.tokenizer = load_target(name, dtype, device, trust)
-        eos = self.model.generation_config.eos_token_id
-        self.eos = () if eos is None else eos
+        self.eos = self.model.generation_config.eos_token_id
         self.target = self.wrap(self.model)
 
     def wrap(self, model, vocab=None):
