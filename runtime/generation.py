@@ -355,7 +355,6 @@ class Row(verify.Rule):
         """Hear a Round's tokens, up to one that meets a criterion."""
         new = torch.tensor([one.new], device=self.sequence.device)
         nodes = (one.path or [0])[:len(one.new)]               # the prefill's round has no path
-        before = self.sequence
         for heard, node in enumerate(nodes, 1):
             scores, logits = self.scores[node:node + 1], self.logits[node:node + 1]    # (1, V)
             if not self.greedy and scores.softmax(-1).isnan().any():   # torch.multinomial's words
@@ -364,7 +363,7 @@ class Row(verify.Rule):
                 self.all_scores += (scores.clone(),)
             if self.all_logits is not None:
                 self.all_logits += (logits.clone(),)
-            self.sequence = torch.cat((before, new[:, :heard]), 1)
+            self.sequence = torch.cat((self.sequence, new[:, heard - 1:heard]), 1)
             # All criteria are asked, as they may remember what they saw.
             self.met = bool(self.criteria(self.sequence, self.all_scores).all())
             if self.streamer is not None:

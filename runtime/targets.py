@@ -144,7 +144,7 @@ class AnyTarget(Target):
         # On H100 and B200 torch prefers cuDNN's, which plans for 23 to 440 ms at each new length.
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.dtype = model.dtype
-        self.known_ids = self.vocab = self.config.vocab_size
+        self.vocab = vocab or self.config.vocab_size
         self.capacity = context_of(self.config)
         with self.proving:
             state = state_of(model)
@@ -152,7 +152,6 @@ class AnyTarget(Target):
                 self.proven[model] = state, self.prove()
         self.verifies_trees, self.folds, self.first, self.layers = self.proven[model][1]
         self.windows, _ = windows_of(self.config)
-        self.vocab = vocab or self.known_ids
         self.prepare()
 
     def prepare(self):
@@ -168,7 +167,7 @@ class AnyTarget(Target):
             raise UserError(f"{type(self.model).__name__} verifies chains only: draft a chain, by "
                             "cape.chain, which is --tree chain on the command line")
         # Ids that the model does not know become the last that it knows: nobody predicts them.
-        known = tokens.clamp(0, self.known_ids - 1)
+        known = tokens.clamp(0, self.config.vocab_size - 1)
         logits, states = super().forward(known, parents, logits_to_keep)
         states = [state.to(self.device) for state in (tokens, *states[1:])]
         return with_vocabulary(logits.to(self.device), self.vocab), states
@@ -237,7 +236,7 @@ class AnyTarget(Target):
         parents, paths = TREE if self.verifies_trees else CHAIN
         # Some models number positions without the padding token's.
         padding = getattr(self.config, "pad_token_id", None)
-        ids = [i for i in range(min(self.known_ids, 100)) if i != padding]
+        ids = [i for i in range(min(self.config.vocab_size, 100)) if i != padding]
         text = [ids[(7 * i + 3) % len(ids)] for i in range(2 * WINDOW)]        # beyond a window
         tokens = torch.tensor([ids[(5 * i + 1) % len(ids)] for i in range(len(parents))])
         written = [tokens[path].tolist() for path in paths]
@@ -249,7 +248,7 @@ class AnyTarget(Target):
         self.commit(paths[-1], written[-1][:-1], states)
         of_last, _ = self.forward(torch.tensor(last), torch.tensor([-1]))              # (1, V)
         found = [torch.cat((of_text, of_nodes[path])) for path in paths]
-        return self.agree(torch.cat((*found, of_last)), own)
+        return self.agree(torch.cat((*found, of_last)), with_vocabulary(own, self.vocab))
 
     def agree(self, logits, own):
         """Whether logits (k, V) are generate()'s own (k, V) but for rounding."""
@@ -340,7 +339,7 @@ class AnyEncoderDecoder(AnyTarget):
         self.caches = EncoderDecoderCache(self.cache, DynamicCache())
         if self.given is None:
             self.source = ids
-            ids = torch.tensor([ids], device=self.device).clamp(max=self.known_ids - 1)
+            ids = torch.tensor([ids], device=self.device).clamp(max=self.config.vocab_size - 1)
             mask, encoder = torch.ones_like(ids), self.model.get_encoder()
             outputs = encoder(input_ids=ids, attention_mask=mask, return_dict=True)
             self.encoded = {"encoder_outputs": outputs, "attention_mask": mask}
