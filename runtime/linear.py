@@ -18,7 +18,7 @@ ROWS = 16                # blocks for so many rows serve all numbers; those for 
 # Where oneDNN is known to be faster: on CPUs with AVX, for weights of these dtypes
 IS_FAST = "AVX" in torch.backends.cpu.get_cpu_capability() and torch.backends.mkldnn.is_available()
 DTYPES = [torch.float32]
-if torch.cpu._is_avx512_bf16_supported():
+if IS_FAST and torch.cpu._is_avx512_bf16_supported():
     DTYPES.append(torch.bfloat16)
 
 class PackedLinear(nn.Linear):
