@@ -293,7 +293,6 @@ class Row(verify.Rule):
         self.sequence, self.prompt = ids, ids[0, padding:].tolist()
         self.padding, self.vocab = ids[:, :padding], vocab
         self.processors, self.criteria, self.streamer = processors, criteria, streamer
-        self.score_only = {type(each) for each in processors} <= SCORE_ONLY
         self.for_drafts = [each for each in processors if type(each) in FOR_DRAFTS]
         self.all_scores = () if returns and config.output_scores else None
         self.all_logits = () if returns and config.output_logits else None
@@ -312,7 +311,7 @@ class Row(verify.Rule):
     def choose(self, tree, logits, ids):
         """As verify.Rule.choose; -1 after a node to which the text does not lead."""
         self.logits = logits.float()
-        if not self.score_only:
+        if any(type(processor) not in SCORE_ONLY for processor in self.processors):
             return self.walk(tree, ids)
         self.scores = self.process(ids, self.logits)
         return super().choose(tree, self.scores, ids)
