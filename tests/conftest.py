@@ -28,7 +28,7 @@ MIXED = dict(use_sliding_window=True, sliding_window=7, max_window_layers=1)
 CLASSES = {
     "llama": ("LlamaForCausalLM", {}),
     "llama-eager": ("LlamaForCausalLM", {**GROUPED, "attn_implementation": "eager"}),
-    "mistral": ("MistralForCausalLM", {**GROUPED, "sliding_window": 9}),
+    "mistral": ("MistralForCausalLM", {**GROUPED, "sliding_window": 3}),
     "qwen2": ("Qwen2ForCausalLM", GROUPED),
     "qwen2-mixed": ("Qwen2ForCausalLM", {**GROUPED, **MIXED}),
 }
