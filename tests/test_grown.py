@@ -7,11 +7,10 @@ import pct
 import verify
 from runtime import families, load
 
-SHAPE = (26, 256, 8, 704, 1100)  # two layers more, and twice as wide
-
 def test_a_grown_drafter_drafts_the_same_trees():
     small, tokenizer = load.load_target(load.STAND_IN, "float32", "cpu")
-    large = grown.grow_target(small, SHAPE, torch.float32)
+    shape = 26, 256, 8, 704, 1100                  # two layers more, and twice as wide
+    large = grown.grow_target(small, shape, torch.float32)
     ids = tokenizer("A baker has 36 rolls. He sells 14 in the morning and")["input_ids"]
     target = verify.Target(large)
     for name, build in (("glide", cape.cape), ("edd", pct.pct)):
