@@ -126,12 +126,13 @@ class PctCost:
 
     def chain(self, candidates, longest, kind):
         """Add Max-Gram's chain after the root -> the best Plan, PLAIN if none pays."""
+        if not self.pays(kind):
+            return PLAIN
         least = self.prices.node_price
         add_chain(candidates, 0, suggested(self.gram, candidates, 0, longest, least))
         plan = self.most_profitable(candidates)
-        if not plan.nodes or not self.pays(kind):
-            return PLAIN
-        self.expect(kind, PLAIN, plan)
+        if plan.nodes:
+            self.expect(kind, PLAIN, plan)
         return plan
 
     # ------------------------------------------------ Eq. 2 to 5
