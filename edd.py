@@ -218,8 +218,7 @@ class EDD(nn.Module):
         return kl(labels, logits)
 
 # ---------------------------------------------------------------- decoding
-# write, place, reserve and has_other_weights are those of glide.py, so that each file can be copied
-# alone.
+# write, place, reserve and has_other_weights stand in glide.py, too: each file is copied alone.
 def write(store, slots, end, k, v):
     """Write KV entries k, v (1, n_kv, m, d) at slots (m,) -> all keys, all values before `end`
 

@@ -287,8 +287,7 @@ class Glide(nn.Module):
         return F.kl_div(log_p_draft, log_p_target, reduction="sum", log_target=True)
 
 # -------------------------------------------------- decoding
-# write, place, reserve and has_other_weights are those of edd.py, so that each file can be copied
-# alone.
+# write, place, reserve and has_other_weights stand in edd.py, too: each file is copied alone.
 def write(store, slots, end, k, v):
     """Write KV entries k, v (1, heads, m, d) of one layer at slots (m,) -> its keys, its values
 
