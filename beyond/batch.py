@@ -41,9 +41,10 @@ class Batch(Cache):
 
     def __init__(self, target):
         super().__init__(layers=[])
-        if any(getattr(target, "windows", {}).values()) or not getattr(target, "verifies_trees", 1):
-            raise ValueError(f"{type(target.model).__name__} has sliding windows, or does not "
-                             "honour a tree's mask: decode its sequences one by one")
+        is_served = getattr(target, "verifies_trees", True) and getattr(target, "layers", True)
+        if any(getattr(target, "windows", {}).values()) or not is_served:
+            raise ValueError(f"{type(target.model).__name__} has windows, layers that differ, or "
+                             "no mask of a tree: decode its sequences one by one")
         self.target = target
         self.stack = None                # (2 x layers, B, H, slots, d)
         self.lengths = None              # committed tokens of each row, a list
