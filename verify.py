@@ -95,8 +95,7 @@ class TreeCache(Cache):
         self.num_layers = layers
         self.allocated, self.length = 0, 0
         self.stack, self.kv = None, {}
-        # The next forward writes its n nodes at slots (n,), and attends to entries [:end].
-        self.slots, self.end = None, 0
+        self.slots, self.end = None, 0     # the next forward writes at slots, and reads [:end]
 
     def reserve(self, entries):
         """Allocate at least `entries` entries, and keep what is committed."""
