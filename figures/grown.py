@@ -175,7 +175,6 @@ def main(argv):
     fingerprint = load.fingerprint(target, tokenizer)
     for name in DRAFTERS:
         draft_model, about = grow_drafter(load.CHECKPOINTS / name, small, target)
-        # Saved as train.py does
         folder = out / name
         folder.mkdir(exist_ok=True)
         save_file(draft_model.state_dict(), folder / "model.safetensors", {"format": "pt"})

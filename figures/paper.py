@@ -303,8 +303,7 @@ def measure(names, dry=False):
         else:
             probe.main([*shlex.split(run.flags), "--json", str(path.relative_to(ROOT))])
 
-# (what the part makes, command, its flag in a dry run, the seconds after which it is stopped), in
-# order of worth
+# (what the part makes, command, its flag in a dry run, seconds it may take), in order of worth
 GPU = [(None, "-m pytest -q -m cuda tests", "--collect-only", 120),
        ("work/7b", "figures/grown.py --out work/7b", "--shape 80m", 200),
        *((f"docs/results/{name}.jsonl", f"figures/paper.py measure {name}", "--dry", 240)

@@ -37,7 +37,6 @@ SEVEN_B = [(["glide-top", "glide"], ["chain", "cape"]), (["glide"], ["pct-cost"]
            (["edd-top", "edd"], ["chain"]), (["edd"], ["pct", "eagle2"]), ([GLIDE_MIX], ["graft"]),
            (["vanilla", "vdm"], ["chain"])]
 
-# In the order of their importance
 RUNS = {
     "main": Run(1, "--limit 9", [(["glide"], ["cape"]), (["mixture(glide, maxgram)"], ["graft"])],
                 ["generate()"]),
@@ -96,7 +95,6 @@ RUNS = {
     "gpu/smollm2": Run(2, f"{SMOLLM2} --graphs --limit 12 --max-new-tokens 64", [
         (["glide-shared"], ["chain", "cape"]),
         (["mixture(glide-shared, maxgram)"], ["graft"])], ["generate()"]),
-    # What other programs on the machine do not disturb, and what rarely changes
     "raw": Run(4, HALF, [
         (["edd(temperature=1)", "edd", "glide(temperature=1)", "glide"], ["cape"]),
         (["edd(temperature=1)", "edd"], ["eagle2", PCT]), (["vdm"], [PCT])]),

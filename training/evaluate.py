@@ -9,6 +9,7 @@ Of each drafter, on chains of five, in greedy decoding:
     temperature     its calibration: the T for which softmax(logits / T) predicts the target's
                     choices best, fitted on the tested tokens (Guo et al. 2017)
 """
+from bisect import bisect_left
 from collections import Counter
 from itertools import zip_longest
 
@@ -66,8 +67,8 @@ def decode(target, drafter, ids, eos):
         if drafted > 0:
             right = min(len(one.path) - 1, len(one.new))
             # Every drafted token up to the first wrong one was tested.
-            tested = min(right + 1, drafted, len(one.new))
-            total.update(tested=tested, right=right, rounds=1, new=len(one.new))
+            total.update(tested=min(right + 1, drafted, len(one.new)), right=right)
+            total.update(rounds=1, new=len(one.new))
             predictions += zip(rows, one.new)
     return total, predictions
 
@@ -82,13 +83,16 @@ def fit_temperature(predictions):
         return 1.0
     logits = torch.stack([p for p, _ in known]).float().log()                  # (n, V)
     choices = torch.tensor([choice for _, choice in known], device=logits.device)
-    return min(GRID, key=lambda T: F.cross_entropy(logits / T, choices).item())
+
+    def rises(i):
+        here, after = (F.cross_entropy(logits / T, choices) for T in GRID[i:i + 2])
+        return bool(after >= here)
+
+    # The loss is convex in 1 / T: along the grid it falls to its minimum, and then it rises.
+    return GRID[bisect_left(range(len(GRID) - 1), True, key=rises)]
 
 def measure(target, drafters, prompts):
-    """Measure {name: drafter} -> {name: {"alpha", "tau", "temperature"}}
-
-    target: a verify.Target.  prompts: of prompts_of.
-    """
+    """A verify.Target, {name: drafter}, prompts -> {name: {"alpha", "tau", "temperature"}}"""
     metrics, eos = {}, target.model.generation_config.eos_token_id
     for name, drafter in drafters.items():
         total, predictions = Counter(), []
