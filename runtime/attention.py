@@ -37,7 +37,11 @@ def folded_attention(module, query, key, value, attention_mask, dropout=0.0, sca
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout,
                                       scaling=scaling, **settings)
     if mask is not None:
-        mask = mask[..., :t].repeat(1, 1, g, 1)
+        # All layers of a forward are given the same mask: it is folded in the first of them.
+        folds = vars(mask).setdefault("folds", {})
+        if (t, g) not in folds:
+            folds[t, g] = mask[..., :t].repeat(1, 1, g, 1)
+        mask = folds[t, g]
     folded = query.reshape(B, heads, g * n, d)                 # head h reads key h // g
     out = F.scaled_dot_product_attention(folded, key, value, mask, dropout, scale=scaling)
     out = out.reshape(B, H, n, -1)

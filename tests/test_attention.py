@@ -20,12 +20,13 @@ def test_attention_is_that_of_repeated_keys(monkeypatch):
         query = torch.randn(B, heads * g, n, d, dtype=torch.float64)
         key = torch.randn(B, heads, t, d, dtype=torch.float64)
         value = torch.randn(B, heads, t, d_v, dtype=torch.float64)
-        copies = [x.repeat_interleave(g, 1) for x in (key, value)]
         mask = torch.rand(rng.choice([1, B]), 1, n, t) < 0.7
         mask[..., 0] = True
         if rng.random() < 0.5:
             mask = torch.where(mask, torch.randn(mask.shape).double(), -torch.inf)
-        for x, seen in ((query, mask), (query[:, :, :1], None)):
+        wider = query.repeat(1, 2, 1, 1)                 # another layer, given the same mask
+        for x, seen in ((query, mask), (wider, mask), (query[:, :, :1], None)):
+            copies = [y.repeat_interleave(x.shape[1] // heads, 1) for y in (key, value)]
             out, _ = folded_attention(None, x, key, value, seen, scaling=0.3, softcap=None)
             expected = F.scaled_dot_product_attention(x, *copies, seen, scale=0.3)
             torch.testing.assert_close(out, expected.transpose(1, 2))
