@@ -68,7 +68,7 @@ from cascade import Cascade
 from runtime import load
 from runtime.calls import read_call
 from runtime.chats import read_prompts
-from runtime.program import UserError, program
+from runtime.program import UserError, at_least, program
 from runtime.provenance import provenance
 
 TREES = {"chain": cape.chain, "drawn": cape.drawn, "cape": cape.cape, "fixed": cape.fixed,
@@ -432,16 +432,16 @@ def parser():
     flag("--tree", nargs="+", default=["cape"], help=f'{" ".join(TREES)}, or "pct(width=7)"')
     flag("--checkpoint", default=str(load.CHECKPOINTS), help="folder of the drafters, or of one")
     flag("--prompts", nargs="+", help="files of prompts (default: the project's own)")
-    flag("--limit", type=int, help=f"maximum number of prompts (default: {FEW} of our own)")
+    flag("--limit", type=at_least(1), help=f"maximum number of prompts (default: {FEW} of our own)")
     flag("--template", help="chat format: question, vicuna, a file (default: the target's)")
     flag("--template-args", help="for the template, as '{\"enable_thinking\": false}'")
-    flag("--max-new-tokens", type=int, default=128, help="for each prompt")
-    flag("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy")
+    flag("--max-new-tokens", type=at_least(1), default=128, help="for each prompt")
+    flag("--temperature", type=at_least(0.0), default=0.0, help="of sampling; 0 is greedy")
     flag("--dtype", default="float32", help="float32, float16, bfloat16, float64, or auto")
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="or cuda:1, auto")
     flag("--graphs", action="store_true", help="static shapes and CUDA graphs")
     flag("--trust-remote-code", action="store_true", help="run code that hub models bring")
-    flag("--batch", type=int, default=1, help="number of prompts decoded at once")
+    flag("--batch", type=at_least(1), default=1, help="number of prompts decoded at once")
     flag("--json", metavar="FILE", help="write finished prompts and the rows to this file")
     flag("--show", action="store_true", help="print the first prompt's continuations")
     return p
@@ -469,8 +469,6 @@ def main(argv):
     a = parser().parse_args(argv)
     drafters = load.drafter_calls(a.drafter, a.checkpoint)
     trees = [read_call(tree, TREES, "tree") for tree in a.tree]
-    if a.temperature < 0:
-        raise UserError(f"--temperature {a.temperature:g}: give 0, which is greedy, or more")
     if a.temperature == 0 and any(tree.name == "drawn" for tree in trees):
         raise UserError("--tree drawn samples its chain: give --temperature 1, or --tree chain")
     loaded, prompts = prepare(a)

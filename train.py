@@ -64,7 +64,7 @@ import transformers
 from tqdm import tqdm
 
 from runtime.load import STAND_IN, fingerprint, load_target
-from runtime.program import UserError, program
+from runtime.program import UserError, at_least, program
 from runtime.targets import any_target
 from training import documents, evaluate, models
 
@@ -89,10 +89,10 @@ def parser():
          help="files or folders of text, chats or token ids, or a folder that prepare.py made")
     flag("--template", help="chat format: question, vicuna, a file (default: the target's)")
     flag("--template-args", help="for the template, as '{\"enable_thinking\": false}'")
-    flag("--length", type=int, default=512, help="tokens of a document that are seen together")
-    flag("--steps", type=int, help="default: one epoch")
-    flag("--batch", type=int, default=8, help="a step has this many times --length tokens")
-    flag("--lr", type=float, help="the highest (default: 5e-4 sqrt(4096 / the target's width))")
+    flag("--length", type=at_least(2), default=512, help="tokens of a text that are seen together")
+    flag("--steps", type=at_least(1), help="default: one epoch")
+    flag("--batch", type=at_least(1), default=8, help="a step has this many times --length tokens")
+    flag("--lr", type=at_least(0.0), help="the highest (default: 5e-4 sqrt(4096 / hidden size))")
     flag("--optimizer", choices=("muon", "adamw"), default="muon", help="of hidden matrices")
     flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
          help="of matrix products; auto: bfloat16 on CUDA, float32 on a CPU")

@@ -1,6 +1,8 @@
 """What every program of this project needs: a sentence for a mistake, and exit status 2."""
 import os
 import sys
+from argparse import ArgumentTypeError
+from math import inf
 from pathlib import Path
 
 import torch
@@ -30,6 +32,15 @@ def program(run):
             print(f"{name}: interrupted", file=sys.stderr)
             return 130
     return main
+
+def at_least(least):
+    """A flag's type, for argparse: a finite number of the type of `least`, and not below it."""
+    def number(text):
+        value = type(least)(text)
+        if not least <= value < inf:
+            raise ArgumentTypeError(f"{text}: give {least} or more")
+        return value
+    return number
 
 def first_line(why):
     """The first line of an exception's message, or the exception's name where it has none."""

@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from runtime import load
-from runtime.program import program
+from runtime.program import at_least, program
 from training import batched
 
 LENGTH = 384                       # tokens of a prompt and its answer
@@ -101,8 +101,8 @@ def main(argv):
     p = argparse.ArgumentParser(description="Let the stand-in write text of its three kinds.")
     flag = p.add_argument
     flag("--out", required=True, help="file to write, JSON lines; beside it FILE.prompts")
-    flag("--texts", type=int, default=30000, help="texts that the model writes")
-    flag("--batch", type=int, default=256, help="texts that are decoded together")
+    flag("--texts", type=at_least(len(KINDS)), default=30000, help="texts that the model writes")
+    flag("--batch", type=at_least(1), default=256, help="texts that are decoded together")
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     a = p.parse_args(argv)
     target, tokenizer = load.load_target(load.STAND_IN, "float32", a.device)

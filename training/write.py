@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))      # so that i
 import torch
 
 from runtime import chats, load
-from runtime.program import UserError, program
+from runtime.program import UserError, at_least, program
 from runtime.targets import context_of
 from training import batched
 from training.documents import prompts_in
@@ -32,10 +32,10 @@ def main(argv):
     flag("--template", help="chat format, as for train.py")
     flag("--template-args", help="for the template, as '{\"enable_thinking\": false}'")
     flag("--out", required=True, help="file to write, JSON lines")
-    flag("--temperature", type=float, nargs="+", default=[0.0],
+    flag("--temperature", type=at_least(0.0), nargs="+", default=[0.0],
          help="0: greedy; else sampled.  Of several the prompts take one in turn")
-    flag("--length", type=int, default=512, help="tokens of a prompt and its answer, at most")
-    flag("--batch", type=int, default=64, help="texts that are decoded together")
+    flag("--length", type=at_least(2), default=512, help="tokens of a prompt and its answer")
+    flag("--batch", type=at_least(1), default=64, help="texts that are decoded together")
     flag("--dtype", choices=("float32", "bfloat16"), default="float32",
          help="of the target on a CPU; bfloat16 is faster where the CPU has AMX")
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
