@@ -98,7 +98,6 @@ def parser():
          help="of matrix products; auto: bfloat16 on CUDA, float32 on a CPU")
     flag("--seed", type=int, default=0, help="of weights and of the order of text")
     flag("--out", default="work/drafters", help="folder of the drafters, of the log and the state")
-    flag("--every", type=int, default=1000, help="steps between two evaluations")
     flag("--resume", action="store_true", help="go on with the interrupted run in --out")
     flag("--overwrite", action="store_true", help="replace the drafters in --out")
     return p
@@ -278,13 +277,7 @@ def noted_signals():
         for number, handler in before.items():
             signal.signal(number, handler)
 
-# ---------------------------------------------------------------- the log and the state
-def log(out, row):
-    """Append a row to the log, on rank 0."""
-    if rank_and_world()[0] == 0:
-        with open(out / "log.jsonl", "a") as file:
-            file.write(json.dumps(row) + "\n")
-
+# ---------------------------------------------------------------- the state
 def save(out, step, modules, optimizers, command):
     """Write what resume() reads, whole or not at all."""
     state = {"step": step, "command": command,
@@ -346,18 +339,6 @@ def train(a, calls, command):
     in_bfloat16 = a.dtype == "bfloat16" or (a.dtype == "auto" and target.device.type == "cuda")
     autocast = torch.autocast(target.device.type, torch.bfloat16, enabled=in_bfloat16)
 
-    prompts = evaluate.prompts_of(data.tokens, data.held_out, a.length)
-    decoding = any_target(target)
-
-    def measure(step):
-        """Let the drafters decode, and log their metrics -> {name: metrics}"""
-        metrics = evaluate.measure(decoding, drafters, prompts)
-        log(out, {"step": step, "metrics": metrics})
-        for name, found in metrics.items():
-            if rank == 0:
-                tqdm.write("{}: alpha {alpha:.3f}, tau {tau:.2f}".format(name, **found))
-        return metrics
-
     # The loop
     start = resume(out, modules, optimizers, command) if a.resume else 0
     saved_at = time.monotonic()
@@ -386,11 +367,11 @@ def train(a, calls, command):
             update(modules, losses, optimizers, peak * cosine(step, steps), step)
             done = step + 1
 
-            # Log, evaluate, save
-            log(out, {"step": done, "loss": losses})
+            # Log, save
+            if rank == 0:
+                with open(out / "log.jsonl", "a") as file:
+                    file.write(json.dumps({"step": done, "loss": losses}) + "\n")
             bar.set_postfix(losses, refresh=False)
-            if done % a.every == 0 and done < steps:
-                measure(done)
             is_due = time.monotonic() - saved_at > SAVE_SECONDS or done == steps
             if rank == 0 and (is_due or stopped):
                 save(out, done, modules, optimizers, command)
@@ -399,10 +380,11 @@ def train(a, calls, command):
                 raise UserError(f"stopped after {done} of {steps} steps: the same command with "
                                 "--resume goes on")
 
-    # The checkpoints
-    metrics = measure(steps)
+    # Evaluate, write the checkpoints
     if rank > 0:
         return
+    prompts = evaluate.prompts_of(data.tokens, data.held_out, a.length)
+    metrics = evaluate.measure(any_target(target), drafters, prompts)
     for name, module in modules.items():
         about = {                            # models.save adds the config, commit and date
             "kind": calls[name].name,
@@ -414,7 +396,7 @@ def train(a, calls, command):
             "target": about_target,
         }
         models.save(out / name, module.to(torch.bfloat16), tokenizer, about)
-        print(f"saved {out / name}")
+        print("saved {}: alpha {alpha:.3f}, tau {tau:.2f}".format(out / name, **metrics[name]))
     (out / "state.pt").unlink()
 
 @program
