@@ -10,7 +10,6 @@ import argparse
 import json
 import shlex
 import sys
-import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -71,7 +70,6 @@ def main(argv):
         "confidence": measure_confidence(tqdm(held_out, disable=None), bigram),
         "fingerprint": load.vocabulary_fingerprint(tokenizer),
         "command": "python training/bigram.py " + shlex.join(argv),
-        "date": time.strftime("%Y-%m-%d"),
     }
     Path(a.out).write_text(json.dumps(found) + "\n")
     confidence = found["confidence"] or "not measured, no row that is held out shows it"
