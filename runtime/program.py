@@ -2,7 +2,6 @@
 import os
 import sys
 from argparse import ArgumentTypeError
-from math import inf
 from pathlib import Path
 
 import torch
@@ -37,7 +36,7 @@ def at_least(least):
     """A flag's type, for argparse: a finite number of the type of `least`, and not below it."""
     def number(text):
         value = type(least)(text)
-        if not least <= value < inf:
+        if not least <= value < float("inf"):
             raise ArgumentTypeError(f"{text}: give {least} or more")
         return value
     return number
