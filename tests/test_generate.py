@@ -155,7 +155,7 @@ def test_what_changes_generates_own_steps_is_refused(kind, how):
         model.generate(PROMPT, custom_generate=PLAIN, **how)
 
 def test_peft():
-    """LoRA is served; a prefix of the cache is not."""
+    """LoRA is served; a prefix of the cache is not.  From 5.24 on PEFT itself loses it."""
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)
     prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
@@ -164,8 +164,9 @@ def test_peft():
     own = tuned[0].generate(**how)
     how["custom_generate"] = speculative(reciting(own[0].tolist()), cape.cape)
     assert torch.equal(tuned[0].generate(**how), own)
-    with pytest.raises(UserError, match="PEFT"):
-        tuned[1].generate(**how)
+    if transformers.__version__ < "5.24":
+        with pytest.raises(UserError, match="PEFT"):
+            tuned[1].generate(**how)
 
 @pytest.mark.skipif(transformers.__version__ < "5", reason="RoBERTa verifies chains alone, and "
                     "generate() itself fails with the logits of a router and given position_ids")
