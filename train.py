@@ -338,6 +338,9 @@ def train(a, calls, command):
     peak = a.lr or 5e-4 * math.sqrt(4096 / width)
     in_bfloat16 = a.dtype == "bfloat16" or (a.dtype == "auto" and target.device.type == "cuda")
     autocast = torch.autocast(target.device.type, torch.bfloat16, enabled=in_bfloat16)
+    # What evaluates them: a target or text that does not serve is refused before the training.
+    prompts = evaluate.prompts_of(data.tokens, data.held_out, a.length)
+    decoding = any_target(target)
 
     # The loop
     start = resume(out, modules, optimizers, command) if a.resume else 0
@@ -383,8 +386,7 @@ def train(a, calls, command):
     # Evaluate, write the checkpoints
     if rank > 0:
         return
-    prompts = evaluate.prompts_of(data.tokens, data.held_out, a.length)
-    metrics = evaluate.measure(any_target(target), drafters, prompts)
+    metrics = evaluate.measure(decoding, drafters, prompts)
     for name, module in modules.items():
         about = {                            # models.save adds the config, commit and date
             "kind": calls[name].name,

@@ -10,7 +10,7 @@ from runtime.attention import NAME, folded_attention
 from runtime.targets import any_target
 
 def test_attention_is_that_of_repeated_keys(monkeypatch):
-    """For masks of numbers and of bools, or none."""
+    """For masks of numbers and of bools, which layers may share, or none."""
     own, rng = [], random.Random(0)
     monkeypatch.setattr("runtime.attention.sdpa_attention_forward", lambda *_, **__: own.append(1))
     torch.manual_seed(0)
@@ -24,8 +24,7 @@ def test_attention_is_that_of_repeated_keys(monkeypatch):
         mask[..., 0] = True
         if rng.random() < 0.5:
             mask = torch.where(mask, torch.randn(mask.shape).double(), -torch.inf)
-        wider = query.repeat(1, 2, 1, 1)                 # another layer, given the same mask
-        for x, seen in ((query, mask), (wider, mask), (query[:, :, :1], None)):
+        for x, seen in ((query, mask), (query.repeat(1, 2, 1, 1), mask), (query[:, :, :1], None)):
             copies = [y.repeat_interleave(x.shape[1] // heads, 1) for y in (key, value)]
             out, _ = folded_attention(None, x, key, value, seen, scaling=0.3, softcap=None)
             expected = F.scaled_dot_product_attention(x, *copies, seen, scale=0.3)
