@@ -27,7 +27,7 @@ def folded_attention(module, query, key, value, attention_mask, dropout=0.0, sca
                      **settings):
     """As transformers' sdpa_attention_forward -> (output (B, n, H, d), None)."""
     B, H, n, d = query.shape
-    heads, t = key.shape[1:3]
+    heads = key.shape[1]
     g, mask = H // heads, attention_mask
     is_special = any(settings.get(name) is not None for name in SPECIAL)
     is_prompt = mask is None and n > 1
@@ -39,9 +39,9 @@ def folded_attention(module, query, key, value, attention_mask, dropout=0.0, sca
     if mask is not None:
         # All layers of a forward are given the same mask: it is folded in the first of them.
         folds = vars(mask).setdefault("folds", {})
-        if (t, g) not in folds:
-            folds[t, g] = mask[..., :t].repeat(1, 1, g, 1)
-        mask = folds[t, g]
+        if g not in folds:
+            folds[g] = mask.repeat(1, 1, g, 1)
+        mask = folds[g]
     folded = query.reshape(B, heads, g * n, d)                 # head h reads key h // g
     out = F.scaled_dot_product_attention(folded, key, value, mask, dropout, scale=scaling)
     out = out.reshape(B, H, n, -1)
