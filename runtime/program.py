@@ -37,7 +37,7 @@ def at_least(least):
     def number(text):
         value = type(least)(text)
         if not least <= value < float("inf"):
-            raise ArgumentTypeError(f"{text}: give {least} or more")
+            raise ArgumentTypeError(f"{text}: give a finite number, {least} or more")
         return value
     return number
 
